@@ -1,0 +1,266 @@
+"""Causal attention over packed segments of any length, on every backend; pure tensors, differentiable.
+
+    out_j = sum_s softmax_s(cap(scale * q_j . k_s)) v_s        over the keys s that query j sees
+
+Segment i owns the queries cu_q[i] .. cu_q[i+1] and the keys cu_k[i] .. cu_k[i+1]. Causality is aligned bottom-right:
+with m queries and n >= m keys, query j stands at key position n - m + j and sees the keys up to there; with a window w,
+the last w of them. So a completion whose keys are [prompt, own tokens] needs no queries for the prompt.
+Grouped heads: query head h uses key head h // (H / Hk). cap(x) = softcap * tanh(x / softcap). A sink is one more logit
+per head that takes part in the softmax and carries no value (gpt-oss).
+
+Shapes: q [T,H,D], k [S,Hk,D], v [S,Hk,E], out [T,H,E]; T and S are sums over segments.
+Numerics: SDPA and flash-attention accumulate in float32; softcap and sinks run here in float32; float64 stays float64.
+Backends on CUDA, first that fits: flash-attn (fp16 and bf16, softcap), PyTorch's own varlen attention (no softcap), and
+a loop of SDPA over segments, which is the path of a CPU and the reference. For 32 segments of 20-80 tokens, forward and
+backward on a CPU, the loop takes 0.6 of the time of one padded call and is level with the best bucketed one.
+Sources: Dao, arXiv 2307.08691 (flash-attention 2); Gemma 2, arXiv 2408.00118 (softcap); gpt-oss (sinks).
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rhotrain.kernels.backend import Backend, promote, resolve_backend
+
+AttentionBackend = Literal["flash_attn", "torch_varlen", "sdpa"]
+
+_MAX_HEAD_DIM = 256
+"""Largest head dimension of flash-attention 2, which PyTorch's varlen attention wraps too."""
+
+
+@cache
+def flash_attn_function() -> Callable[..., Any] | None:
+    """flash-attn's varlen function; None where it is missing or built for another PyTorch (that import fails)."""
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func
+
+
+@cache
+def torch_varlen_function() -> Callable[..., Any] | None:
+    """`torch.nn.attention.varlen.varlen_attn`, None where this PyTorch has none with a window."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
+
+
+def attention_backend(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    softcap: float | None = None,
+    sinks: Tensor | bool | None = None,
+    *,
+    key_dim: int = 64,
+    value_dim: int | None = None,
+) -> AttentionBackend:
+    """The implementation that `varlen_attention` uses for such tensors; `key_dim`, `value_dim` are D and E."""
+    device = torch.device(device)
+    has_sinks = isinstance(sinks, Tensor) or bool(sinks)
+    fits = (
+        device.type == "cuda"
+        and dtype in (torch.float16, torch.bfloat16)
+        and key_dim == (value_dim or key_dim)
+        and key_dim % 8 == 0
+        and key_dim <= _MAX_HEAD_DIM
+        and not has_sinks
+    )
+    if not fits or torch.cuda.get_device_capability(device) < (8, 0):
+        return "sdpa"
+    if flash_attn_function() is not None:
+        return "flash_attn"
+    if torch_varlen_function() is not None and softcap is None:
+        return "torch_varlen"
+    return "sdpa"
+
+
+def causal_mask(m: int, n: int, window: int | None, device: torch.device) -> Tensor | None:
+    """bool [m,n], True where a query sees a key, bottom-right aligned; None when every query sees all keys."""
+    if m == 1 and (window is None or window >= n):
+        return None
+    mask = torch.ones(m, n, dtype=torch.bool, device=device).tril(n - m)
+    return mask if window is None or window >= n else mask.triu(n - m - window + 1)
+
+
+def dense_attention(
+    q_BHMD: Tensor,
+    k_BGND: Tensor,
+    v_BGNE: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    is_causal: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention over a dense batch: G key heads serve H query heads; returns [B,H,M,E].
+
+    mask: bool, broadcastable to [B,1,M,N], True where a query sees a key; None for all.
+    is_causal: the lower triangle instead (M == N), without softcap or sinks.
+    SDPA where it can express the call, explicit maths in float32 or wider otherwise.
+    """
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(
+            q_BHMD,
+            k_BGND,
+            v_BGNE,
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=q_BHMD.shape[1] != k_BGND.shape[1],
+        )
+    batch, heads, m, _ = q_BHMD.shape
+    groups, n = k_BGND.shape[1:3]
+    q = promote(q_BHMD).reshape(batch, groups, heads // groups * m, -1)
+    scores = (q @ promote(k_BGND).transpose(2, 3)).view(batch, heads, m, n) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, m, 1)
+        scores = torch.cat((scores, sink), dim=3)
+    weights = scores.softmax(3)[..., :n].reshape(batch, groups, heads // groups * m, n)
+    return (weights @ promote(v_BGNE)).view(batch, heads, m, -1).to(q_BHMD.dtype)
+
+
+def _sdpa_loop(
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKE: Tensor,
+    lens_q: tuple[int, ...],
+    lens_k: tuple[int, ...],
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One attention call per segment. `split` instead of slices: the backward of n slices fills n buffers of size T."""
+    explicit = softcap is not None or sinks is not None
+    segments = zip(
+        q_THD.transpose(0, 1)[None].split(lens_q, 2),
+        k_SKD.transpose(0, 1)[None].split(lens_k, 2),
+        v_SKE.transpose(0, 1)[None].split(lens_k, 2),
+    )
+    masks: dict[tuple[int, int], Tensor | None] = {}
+    out = []
+    for q, k, v in segments:
+        m, n = q.shape[2], k.shape[2]
+        is_causal = m == n and m > 1 and (window is None or window >= n) and not explicit
+        if not is_causal and (m, n) not in masks:
+            masks[m, n] = causal_mask(m, n, window, q.device)
+        mask = None if is_causal else masks[m, n]
+        out.append(dense_attention(q, k, v, mask, scale=scale, is_causal=is_causal, softcap=softcap, sinks=sinks))
+    return torch.cat(out, 2)[0].transpose(0, 1)
+
+
+def _flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    function = flash_attn_function()
+    assert function is not None
+    return function(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+        softcap=softcap or 0.0,
+    )
+
+
+def _torch_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """PyTorch's varlen attention; causal is a right window of 0. 2.11 lacks `enable_gqa`, so heads are repeated."""
+    function = torch_varlen_function()
+    assert function is not None
+    grouped: dict[str, bool] = {}
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in inspect.signature(function).parameters:
+            grouped = {"enable_gqa": True}
+        else:
+            repeats = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    left = -1 if window is None else window - 1
+    return function(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0), **grouped)
+
+
+def _lengths(cu: Tensor, lens: tuple[int, ...] | None) -> tuple[int, ...]:
+    return tuple(cu.diff().tolist()) if lens is None else tuple(lens)
+
+
+def varlen_attention(
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKE: Tensor,
+    *,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    lens_q: tuple[int, ...] | None = None,
+    lens_k: tuple[int, ...] | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Causal attention of each segment's queries over its own keys: [T,H,E], differentiable in q, k, v and sinks.
+
+    cu_q, cu_k: int32 [n+1], cumulative lengths from 0 to T and to S. max_q, max_k: largest lengths.
+    scale: factor of the scores. window: keys a query sees at most, its own included. softcap, sinks [H]: see above.
+    lens_q, lens_k: the lengths as Python numbers, so that the SDPA path need not read cu_q and cu_k back.
+    backend: "reference" takes the SDPA loop everywhere; "auto" what `attention_backend` names.
+
+    ValueError: more queries than keys in a segment, or (SDPA path) lengths that do not add up to T and S.
+    """
+    resolve_backend(backend, q_THD)
+    key_dim, value_dim = q_THD.shape[2], v_SKE.shape[2]
+    choice = attention_backend(q_THD.device, q_THD.dtype, softcap, sinks, key_dim=key_dim, value_dim=value_dim)
+    if choice == "flash_attn" and backend == "auto":
+        return _flash_attn(q_THD, k_SKD, v_SKE, cu_q, cu_k, max_q, max_k, scale, window, softcap)
+    if choice == "torch_varlen" and backend == "auto":
+        return _torch_varlen(q_THD, k_SKD, v_SKE, cu_q, cu_k, max_q, max_k, scale, window)
+    m, n = _lengths(cu_q, lens_q), _lengths(cu_k, lens_k)
+    if sum(m) != len(q_THD) or sum(n) != len(k_SKD):
+        raise ValueError(
+            f"cu_q, cu_k: segments hold {sum(m)} queries and {sum(n)} keys, the tensors {len(q_THD)} and {len(k_SKD)}"
+        )
+    if any(mi > ni for mi, ni in zip(m, n)):
+        raise ValueError(
+            "cu_q, cu_k: a segment has more queries than keys; causal alignment needs a key for every query"
+        )
+    return _sdpa_loop(q_THD, k_SKD, v_SKE, m, n, scale=scale, window=window, softcap=softcap, sinks=sinks)

@@ -1,0 +1,176 @@
+"""Hugging Face folder, hub id, GGUF file or preset -> LoadedModel; and back to a folder."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rhotrain.model import sources
+from rhotrain.model.attention import ATTENTION_NAME, attach_state
+from rhotrain.model.dropout import zero_dropout
+from rhotrain.model.folders import write_folder
+from rhotrain.model.head import head_of
+from rhotrain.model.loaded import LoadedModel, LoadError, quiet_transformers
+from rhotrain.model.probe import probe as run_probe
+from rhotrain.model.probe import refuse_by_config
+from rhotrain.model.vocabulary import generation_notes, real_vocabulary, stop_ids
+
+__all__ = ["LoadError", "LoadedModel", "adopt_model", "load_model", "save_model"]
+
+
+def load_model(
+    spec: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    tokenizer: str | None = None,
+    gradient_checkpointing: bool = False,
+    need_chat_template: bool = False,
+    probe: bool = True,
+) -> LoadedModel:
+    """Load `spec`: a Hugging Face folder, a hub id, a .gguf file, or a preset (`tiny-sums`, `smollm2`).
+
+    device `auto`: CUDA where there is one. dtype `auto`: bfloat16 on CUDA, float32 on a CPU.
+    tokenizer: folder or hub id of another tokenizer. need_chat_template: refuse a tokenizer without one.
+    Raises LoadError; its message names the model and the reason or the fix.
+    """
+    place = sources.resolve_device(device)
+    kind = sources.resolve_dtype(dtype, place)
+    with quiet_transformers():
+        source, options = sources.resolve_spec(spec)
+        sources.read_config(spec, source, options)
+        text = sources.read_tokenizer(tokenizer or spec, *_tokenizer_source(tokenizer, source, options))
+        model, notes = sources.read_weights(spec, source, kind, options)
+        model = model.to(place)
+    return adopt_model(
+        model,
+        text,
+        spec=spec,
+        gradient_checkpointing=gradient_checkpointing,
+        need_chat_template=need_chat_template,
+        probe=probe,
+        notes=notes,
+    )
+
+
+def adopt_model(
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    spec: str = "model in memory",
+    gradient_checkpointing: bool = False,
+    need_chat_template: bool = False,
+    probe: bool = True,
+    notes: tuple[str, ...] = (),
+) -> LoadedModel:
+    """Turn a Hugging Face causal LM in memory into a LoadedModel, changing it in place: our attention, train
+    mode, no dropout, neutral generation settings. Raises LoadError for what cannot be trained or sampled
+    honestly."""
+    hf: Any = model
+    refuse_by_config(hf.config, spec)
+    if tokenizer is None:
+        raise LoadError(f"{spec}: has no tokenizer; name one with tokenizer=")
+    if need_chat_template and not getattr(tokenizer, "chat_template", None):
+        raise LoadError(
+            f"{spec}: its tokenizer has no chat template; use template='raw', or name another with tokenizer="
+        )
+    dropout = zero_dropout(model)
+    _use_our_attention(hf)
+    hf.train()
+    if gradient_checkpointing:
+        enable_checkpointing(hf)
+    generation = getattr(hf, "generation_config", None)
+    hf.generation_config = sources.only_ids(generation)
+    positions, position_notes = _max_positions(hf.config.get_text_config())
+    rows = _head_rows(model)
+    dropout_notes = (f"dropout set to 0 (asked for: {dropout.describe()})",) if dropout.values else ()
+    loaded = LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        spec=spec,
+        attention=attach_state(model),
+        vocab_size=real_vocabulary(tokenizer, rows),
+        stop_token_ids=stop_ids(tokenizer, hf.config.get_text_config(), generation, rows),
+        max_positions=positions,
+        generation_config=generation,
+        config_dropout=dropout,
+        notes=(*notes, *dropout_notes, *generation_notes(generation), *position_notes),
+        gradient_checkpointing=gradient_checkpointing,
+    )
+    if probe:
+        run_probe(loaded)
+    return loaded
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Recompute each layer in backward, non-reentrant; the only place that knows both names of the method
+    (5.24 renamed it). The RNG state need not be kept: there is no dropout left, and reading it costs a sync
+    on CUDA."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise LoadError(f"{type(model).__name__}: does not support gradient_checkpointing; train it without")
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+def save_model(loaded: LoadedModel, folder: str | os.PathLike[str]) -> Path:
+    """Write a folder that AutoModelForCausalLM and AutoTokenizer open: weights, config as it came,
+    tokenizer, generation config. Atomic: a temporary folder beside it is renamed. An earlier model folder of
+    that name is replaced as a whole.
+
+    Raises LoadError when `folder` holds something that is not a model.
+    """
+    target = Path(folder)
+    if target.exists() and any(target.iterdir()) and not (target / "config.json").exists():
+        raise LoadError(f"{target}: is not empty and holds no model (no config.json); choose another folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(temporary: Path) -> None:
+        model: Any = loaded.model
+        with quiet_transformers(), loaded.config_dropout.restored():
+            model.save_pretrained(temporary)
+            loaded.tokenizer.save_pretrained(temporary)
+        if loaded.generation_config is not None:
+            # not save_pretrained: it refuses settings that contradict each other, and these are only passed on
+            loaded.generation_config.to_json_file(temporary / "generation_config.json")
+
+    write_folder(target, write)
+    return target
+
+
+def _tokenizer_source(tokenizer: str | None, source: str, options: dict[str, str]) -> tuple[str, dict[str, str]]:
+    return (source, options) if tokenizer is None else sources.resolve_spec(tokenizer)
+
+
+def _head_rows(model: nn.Module) -> int:
+    try:
+        return head_of(model).weight.shape[0]
+    except ValueError as error:
+        raise LoadError(str(error)) from None
+
+
+def _use_our_attention(model: Any) -> None:
+    """Select our attention function; where an architecture ignores it, the probe finds out."""
+    model.set_attn_implementation(ATTENTION_NAME)
+    if next(model.parameters()).dtype == torch.float64 and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # grouped_mm refuses float64
+
+
+def _max_positions(config: Any) -> tuple[int | None, tuple[str, ...]]:
+    """(longest sequence, notes). longrope switches its frequencies when any sequence of the batch outgrows
+    the original length, so a token's logprob would depend on its neighbours: the original length is the
+    limit."""
+    positions = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    variants = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+    if any(v.get("rope_type") == "longrope" for v in variants):
+        name = "original_max_position_embeddings"
+        original = [v[name] for v in variants if name in v]
+        original.append(getattr(config, name, None) or positions)
+        limit = min(original)
+        return limit, (f"longrope: sequences are limited to the original {limit} positions of {positions}",)
+    return positions, ()

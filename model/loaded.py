@@ -1,0 +1,142 @@
+"""A loaded model: the Hugging Face modules, their tokenizer, and what training and rollout need to know
+about them."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rhotrain.model.attention import AttentionState, LayerCall, PackedContext, PagedContext
+from rhotrain.model.dropout import ConfigDropout
+from rhotrain.model.head import Head, head_of
+
+
+class LoadError(ValueError):
+    """A model that cannot be used. The message names the model, the value and the reason or the fix."""
+
+
+@dataclass(eq=False, kw_only=True)
+class LoadedModel:
+    """Mutable on purpose: the optimiser changes the weights in place, and `policy_version` rises with each
+    of its steps.
+
+    model: the PreTrainedModel, in train mode, every dropout probability 0, attention by
+    `rhotrain.model.attention`. tokenizer: its tokenizer. spec: what `load_model` was asked for.
+    attention: the state that all modules share; `with_attention` sets its context.
+    vocab_size: real vocabulary, max(len(tokenizer), largest special id + 1), at most the head's rows. Rows
+        from there on are padding, masked to -inf in sampler and trainer alike.
+    stop_token_ids: ids that end a completion: generation_config, configuration, tokenizer and chat template
+    together. max_positions: longest sequence the positions allow, None without a limit.
+    generation_config: as it came. Only its stop ids are used; it is written back by `save_model`.
+    config_dropout: the dropout that the configuration asked for, written back by `save_model`.
+    notes: what was changed or not applied, for the log.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    spec: str
+    attention: AttentionState
+    vocab_size: int
+    stop_token_ids: tuple[int, ...]
+    max_positions: int | None
+    generation_config: Any = None
+    config_dropout: ConfigDropout = field(default_factory=ConfigDropout)
+    notes: tuple[str, ...] = ()
+    gradient_checkpointing: bool = False
+    policy_version: int = 0
+
+    @property
+    def config(self) -> Any:
+        """The text part of the model's configuration."""
+        return self.model.config.get_text_config()  # type: ignore[union-attr, operator]
+
+    @property
+    def architecture(self) -> str:
+        """Name of the model's class, for messages."""
+        return type(self.model).__name__
+
+    @property
+    def head(self) -> Head:
+        """The head's tensors; read anew each time, so that moving the model cannot leave stale ones
+        behind."""
+        return head_of(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.weight.dtype
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @cached_property
+    def body(self) -> Any:
+        """The decoder without its head."""
+        model: Any = self.model
+        decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+        body = model.base_model if decoder is None else decoder
+        if body is model:
+            raise LoadError(f"{self.architecture}: has no body apart from its head (get_decoder, base_model)")
+        return body
+
+    @cached_property
+    def kv_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """(Hk, D, E) per layer: heads and sizes of the keys and values that the attention function gets."""
+        with torch.no_grad():
+            calls = self.layer_calls(torch.zeros(1, dtype=torch.int64, device=self.device))
+        by_layer = {call.layer: (call.kv_heads, call.key_dim, call.value_dim) for call in calls}
+        return tuple(by_layer[layer] for layer in range(self.num_layers))
+
+    def layer_calls(self, input_ids_T: Tensor) -> list[LayerCall]:
+        """Run the body on one sequence and return what each layer asked of the attention function."""
+        positions_T = torch.arange(input_ids_T.numel(), device=input_ids_T.device)
+        record: list[LayerCall] = []
+        self.attention.record = record
+        try:
+            with self.with_attention(PackedContext.make([input_ids_T.numel()], device=input_ids_T.device)):
+                self.hidden(input_ids_T, positions_T)
+        finally:
+            self.attention.record = None
+        return record
+
+    def hidden(self, input_ids_T: Tensor, position_ids_T: Tensor) -> Tensor:
+        """Packed ids and positions int64 [T] -> hidden [T, H]. An attention context must be set.
+
+        No cache object and no mask: K/V live in the context, and transformers' Cache API differs between
+        5.17 and 5.24.
+        """
+        output = self.body(input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False)
+        return output.last_hidden_state[0]
+
+    def with_attention(self, context: PackedContext | PagedContext) -> AbstractContextManager[None]:
+        """Context manager that sets the attention context. Keep it open until backward has ended:
+        checkpointing runs the layers again, and they must see the same context."""
+        return self.attention.using(context)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters, each once (a tied head is one parameter)."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no warnings of transformers inside; the previous settings come back."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,106 @@
+"""Advantages against closed forms written with `statistics`, which computes with exact fractions."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rhotrain.train.advantages import group_advantages
+
+NAN = math.nan
+REWARDS = [[1.0, 0.0, 0.25, 0.0], [3.0, -1.0, 2.5, 7.0], [0.5, 0.0, 0.0, 0.0]]
+
+
+def closed_form(rewards: list[list[float]], scale: str, population: bool, eps: float) -> list[list[float]]:
+    std = statistics.pstdev if population else statistics.stdev
+    everything = std([r for group in rewards for r in group if not math.isnan(r)])
+    result = []
+    for group in rewards:
+        known = [r for r in group if not math.isnan(r)]
+        mean = statistics.mean(known)
+        divisor = {"none": 1.0, "group": std(known) + eps, "batch": everything + eps}[scale]
+        result.append([0.0 if math.isnan(r) else (r - mean) / divisor for r in group])
+    return result
+
+
+@pytest.mark.parametrize("kind", ["sample", "population"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("rewards", [REWARDS, [[NAN, 1.0, 0.0, 0.25], [2.0, NAN, NAN, 5.0]]], ids=["all", "some"])
+def test_closed_forms(rewards: list[list[float]], scale: str, kind: str) -> None:
+    result = group_advantages(torch.tensor(rewards), scale=scale, std=kind, eps=1e-4)  # type: ignore[arg-type]
+    expected = torch.tensor(closed_form(rewards, scale, kind == "population", 1e-4), dtype=torch.float64)
+    torch.testing.assert_close(result.values_PG, expected, rtol=1e-12, atol=1e-12)
+    assert result.values_PG.dtype == torch.float64
+    assert result.signal_P.all()
+    assert (result.values_PG[torch.tensor(rewards).isnan()] == 0).all()
+
+
+def test_deepseek_numbers_by_hand() -> None:
+    """Rewards 1, 0, 0, 1: mean 0.5, sample std sqrt(1/3), population std 0.5."""
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]])
+    sample = group_advantages(rewards, eps=0.0).values_PG[0]
+    population = group_advantages(rewards, std="population", eps=0.0)
+    torch.testing.assert_close(sample, torch.tensor([1.0, -1, -1, 1], dtype=torch.float64) * math.sqrt(3) / 2)
+    assert population.values_PG[0].tolist() == [1.0, -1.0, -1.0, 1.0]
+    assert population.group_std_P.tolist() == [0.5]
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-4])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_equal_rewards_give_exactly_zero(scale: str, eps: float) -> None:
+    """The mean of three 0.1 is not 0.1 in binary; with eps 0 the quotient would be 0/0."""
+    rewards = torch.tensor([[0.1] * 3, [0.7] * 3, [1e9] * 3], dtype=torch.float64)
+    result = group_advantages(rewards, scale=scale, eps=eps)  # type: ignore[arg-type]
+    assert (result.values_PG == 0).all()
+    assert not result.signal_P.any()
+    assert (result.group_std_P == 0).all()
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_lone_scorable_reward_and_no_reward_at_all_carry_no_signal(scale: str) -> None:
+    rewards = torch.tensor([[NAN, 5.0, NAN], [NAN, NAN, NAN], [0.0, 1.0, NAN]])
+    result = group_advantages(rewards, scale=scale)  # type: ignore[arg-type]
+    assert result.signal_P.tolist() == [False, False, True]
+    assert (result.values_PG[:2] == 0).all()
+    assert not result.values_PG.isnan().any()
+
+
+def test_batch_scaling_divides_every_group_by_the_same_number() -> None:
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 10.0], [4.0, 4.0]])
+    values = group_advantages(rewards, scale="batch", eps=0.0).values_PG
+    std = statistics.stdev([0, 1, 0, 10, 4, 4])
+    torch.testing.assert_close(values, torch.tensor([[-0.5, 0.5], [-5.0, 5.0], [0.0, 0.0]], dtype=torch.float64) / std)
+
+
+def test_infinite_rewards_and_wrong_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"prompt 1, completion 2.*NaN"):
+        group_advantages(torch.tensor([[0.0, 1, 2], [0, 1, math.inf]]))
+    with pytest.raises(ValueError, match="infinite"):
+        group_advantages(torch.tensor([[-math.inf, 0.0]]))
+    with pytest.raises(ValueError, match=r"\[P, G\]"):
+        group_advantages(torch.zeros(4))
+
+
+def test_a_graph_in_the_rewards_is_dropped() -> None:
+    rewards = torch.tensor([[0.0, 1.0]], requires_grad=True)
+    assert not group_advantages(rewards).values_PG.requires_grad
+
+
+reward = st.one_of(st.just(NAN), st.integers(-4, 4).map(float), st.floats(-100, 100))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(reward, min_size=4, max_size=4), min_size=1, max_size=4), st.permutations(range(4)))
+def test_properties(rewards: list[list[float]], order: list[int]) -> None:
+    """Advantages sum to 0 per group, follow a permutation of the group, and are never NaN."""
+    rewards_PG = torch.tensor(rewards, dtype=torch.float64)
+    values = group_advantages(rewards_PG).values_PG
+    assert not values.isnan().any()
+    assert values.sum(1).abs().max() < 1e-6
+    torch.testing.assert_close(group_advantages(rewards_PG[:, order]).values_PG, values[:, order])
+    for row, group in zip(values, rewards):
+        known = {r for r in group if not math.isnan(r)}
+        assert bool((row != 0).any()) == (len(known) > 1)

@@ -1,0 +1,70 @@
+"""Rewards [P, G] to advantages [P, G].
+
+    A[p, g] = (r[p, g] - mean of group p) / (std + eps)
+
+`group` scaling is GRPO's (DeepSeekMath, arXiv 2402.03300, section 4.1.2), none is Dr. GRPO's (arXiv 2503.20783),
+`batch` divides by the std of all scorable rewards (ScaleRL, arXiv 2510.13786). NaN marks an unscorable completion: it
+is left out of mean and std and gets advantage 0. A group whose scorable rewards are all equal (one lone scorable reward
+is such a group) has advantages of exactly 0: subtracting a rounded mean would leave 1e-17, which 1 / eps makes larger.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rhotrain.train.config import AdvantageScale
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """values_PG float64, 0 where unscorable; signal_P bool, False for a group whose advantages are all 0;
+    group_std_P float64, the spread of each group's scorable rewards (0 with fewer than two)."""
+
+    values_PG: Tensor
+    signal_P: Tensor
+    group_std_P: Tensor
+
+
+def _std(values: Tensor, kind: Literal["sample", "population"]) -> Tensor:
+    if values.numel() < 2:
+        return values.new_zeros(())
+    return values.std(correction=1 if kind == "sample" else 0)
+
+
+def group_advantages(
+    rewards_PG: Tensor,
+    *,
+    scale: AdvantageScale = "group",
+    std: Literal["sample", "population"] = "sample",
+    eps: float = 1e-4,
+) -> Advantages:
+    """Advantages of P groups of G completions.
+
+    rewards_PG: float [P, G]; NaN is unscorable. Raises ValueError on infinite rewards and on a wrong shape.
+    """
+    if rewards_PG.ndim != 2:
+        raise ValueError(f"rewards_PG: need shape [P, G], got {tuple(rewards_PG.shape)}")
+    rewards = rewards_PG.detach().to(device="cpu", dtype=torch.float64)
+    if torch.isinf(rewards).any():
+        p, g = torch.isinf(rewards).nonzero()[0].tolist()
+        raise ValueError(
+            f"rewards_PG: infinite reward for prompt {p}, completion {g}; return NaN for an unscorable one"
+        )
+    values = torch.zeros_like(rewards)
+    group_std = rewards.new_zeros(len(rewards))
+    scorable = ~rewards.isnan()
+    batch_std = _std(rewards[scorable], std)
+    for p, (row, ok) in enumerate(zip(rewards, scorable)):
+        known = row[ok]
+        if known.numel() < 2 or bool(known.max() == known.min()):
+            continue
+        group_std[p] = _std(known, std)
+        centred = known - known.mean()
+        if scale == "group":
+            centred = centred / (group_std[p] + eps)
+        elif scale == "batch":
+            centred = centred / (batch_std + eps)
+        values[p, ok] = centred
+    return Advantages(values, (values != 0).any(dim=1), group_std)

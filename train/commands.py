@@ -1,0 +1,306 @@
+"""What each command takes and does. Heavy imports stand inside the functions, so that `--help` needs none of them."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rhotrain.rollout.completion import SamplingParams
+from rhotrain.train.config import ConfigError, EvalConfig, ModelConfig, RewardConfig, TaskConfig
+from rhotrain.train.flags import Command, Extra, Parsed, parse
+from rhotrain.train.presets import describe
+from rhotrain.train.settings import Layer, Source, resolve, settings, to_toml
+
+if TYPE_CHECKING:
+    from rhotrain.model.loaded import LoadedModel
+    from rhotrain.rollout.engine import Engine
+
+JSON = Extra(name="json", kind=bool, default=False, help="Print one JSON object instead of text.")
+MODEL_FIELDS = ("model", "dtype", "device")
+PROMPT_FIELDS = (
+    "system_prompt",
+    "prompt_suffix",
+    "assistant_prefill",
+    "template",
+    "template_args",
+    "max_prompt_tokens",
+)
+ENGINE_FIELDS = ("kv_memory_gib", "page_size", "max_batch_tokens", "max_running")
+SAMPLING_FIELDS = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p")
+STOP_FIELDS = ("stop_token_ids", "stop_strings")
+
+TRAIN = Command(
+    name="train",
+    summary="Train a model with GRPO or CISPO; without any flag, the preset tiny-sums.",
+    extras=(Extra(name="dry_run", kind=bool, default=False, help="Check everything, print the settings, and stop."),),
+)
+EVAL = Command(
+    name="eval",
+    summary="Accuracy on held-out prompts: mean@n and pass@n. A run's config.toml may be given as the file.",
+    fields=(
+        *MODEL_FIELDS,
+        *("task", "task_args", *PROMPT_FIELDS, "long_prompts", "train_size", "task_seed"),
+        *("reward_args", "reward_timeout", "max_new_tokens", *STOP_FIELDS, *ENGINE_FIELDS),
+        *("eval_size", "eval_samples", "eval_temperature", "eval_metric", "seed", "threads"),
+    ),
+    extras=(Extra(name="show", kind=int, default=3, help="Completions to print."), JSON),
+)
+SAMPLE = Command(
+    name="sample",
+    summary="Print completions of prompts. Temperature 0 is greedy.",
+    fields=(*MODEL_FIELDS, *PROMPT_FIELDS, *SAMPLING_FIELDS, *STOP_FIELDS, *ENGINE_FIELDS, "seed", "threads"),
+    extras=(
+        Extra(
+            name="prompts",
+            kind=tuple[str, ...],
+            default=(),
+            help="Texts to complete, each as one user message where the model has a chat template.",
+            metavar="PROMPT ...",
+            positional=True,
+        ),
+        Extra(name="num_samples", kind=int, default=1, help="Completions per prompt.", aliases=("-n",)),
+        JSON,
+    ),
+    files=False,
+)
+DOCTOR = Command(
+    name="doctor",
+    summary="Show versions, devices, and which backends will be used and why.",
+    fields=(),
+    extras=(JSON,),
+    files=False,
+)
+PRESETS = Command(
+    name="presets",
+    summary="List the presets, or show one with the source of every value: rhotrain presets NAME.",
+    fields=(),
+    extras=(
+        Extra(name="names", kind=tuple[str, ...], default=(), help="Presets.", metavar="[NAME ...]", positional=True),
+    ),
+    files=False,
+)
+
+
+# --------------------------------------------------------------------------------------------- train, doctor, presets
+
+
+def train(argv: Sequence[str]) -> int:
+    """`rhotrain train`: 0 when the run came to its end, 130 when Ctrl-C stopped it (after its checkpoint)."""
+    from rhotrain.train.checks import check_before_loading, check_flags_act
+
+    parsed = parse(TRAIN, argv)
+    config = parsed.config()
+    check_flags_act(config, parsed.given)
+    check_before_loading(config)
+    if parsed.extras["dry_run"]:
+        print(to_toml(config), end="")
+        return 0
+    from rhotrain.train import trainer
+
+    return 130 if trainer.train(config).stopped else 0
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """`rhotrain doctor`: 0, or 1 when something will not work."""
+    parsed = parse(DOCTOR, argv)
+    from rhotrain.train.doctor import as_text, report
+
+    found = report()
+    print(json.dumps(found) if parsed.extras["json"] else as_text(found))
+    return 1 if found["problems"] else 0
+
+
+def presets(argv: Sequence[str]) -> int:
+    """`rhotrain presets`."""
+    names = parse(PRESETS, argv).extras["names"]
+    print("\n\n".join(describe(name) for name in names) if names else describe())
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------ eval, sample
+
+
+def _part(layer: Layer, section: str, **changes: Any) -> dict[str, Any]:
+    """The values of one section, for its dataclass."""
+    return {k: v for k, v in layer.items() if settings()[k].section == section} | changes
+
+
+def _value(layer: Layer, name: str) -> Any:
+    return layer.get(name, settings()[name].default)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """A ValueError of the sampling settings or of the engine at submit is a wrong input; its message is clear."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        message = str(error)
+        for prefix in ("SamplingParams.", "Engine."):
+            message = message.removeprefix(prefix)
+        raise ConfigError(message) from error
+
+
+def _load(layer: Layer, task: TaskConfig) -> "LoadedModel":
+    import torch
+
+    from rhotrain.model.load import load_model
+
+    if _value(layer, "threads"):
+        torch.set_num_threads(_value(layer, "threads"))
+    model = ModelConfig(**_part(layer, "model"))
+    return load_model(model.model, device=model.device, dtype=model.dtype, need_chat_template=task.template == "chat")
+
+
+def _engine(loaded: "LoadedModel", layer: Layer, lengths: Sequence[int], n: int, max_new_tokens: int) -> "Engine":
+    """An engine whose pool holds what runs together, within kv_memory_gib or a quarter of the free memory."""
+    from rhotrain.rollout.engine import Engine, free_memory, plan_pages
+    from rhotrain.rollout.runner import page_bytes
+
+    page_size, running = _value(layer, "page_size"), _value(layer, "max_running")
+    memory = int(_value(layer, "kv_memory_gib") * 2**30) or free_memory(loaded.device) // 4
+    together = min(len(lengths), -(-running // n) + 1)
+    wanted = plan_pages(loaded, [max(lengths)] * together, n, max_new_tokens, page_size)
+    return Engine(
+        loaded,
+        num_pages=max(1, min(wanted, memory // page_bytes(loaded, page_size))),
+        page_size=page_size,
+        max_batch_tokens=_value(layer, "max_batch_tokens"),
+        max_running=running,
+    )
+
+
+def _check_engine(layer: Layer) -> None:
+    """The engine's sizes, before a model is loaded; RolloutConfig judges them."""
+    resolve([Source(layer={name: layer[name] for name in ENGINE_FIELDS if name in layer})])
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """`rhotrain eval`."""
+    from rhotrain.train.checks import check_positions
+    from rhotrain.train.tasks import check_task
+
+    parsed = parse(EVAL, argv)
+    layer = parsed.layer
+    task, model = TaskConfig(**_part(layer, "task")), ModelConfig(**_part(layer, "model"))
+    settings_ = EvalConfig(**_part(layer, "eval", eval_every=0))
+    if settings_.eval_size == 0:
+        raise ConfigError("eval_size: 0 does not work; an evaluation needs at least 1 prompt")
+    _check_engine(layer)
+    with _refusals():
+        sampling = SamplingParams(
+            temperature=settings_.eval_temperature,
+            **{name: _value(layer, name) for name in ("max_new_tokens", *STOP_FIELDS)},
+        )
+    check_task(task)
+    check_positions(model.model, max_prompt_tokens=task.max_prompt_tokens, max_new_tokens=sampling.max_new_tokens)
+    return _run_evaluation(parsed, task, settings_, sampling)
+
+
+def _run_evaluation(parsed: Parsed, task_config: TaskConfig, settings_: EvalConfig, sampling: SamplingParams) -> int:
+    from dataclasses import asdict, replace
+
+    from rhotrain.train.data import PromptData
+    from rhotrain.train.evaluate import evaluate as measure
+    from rhotrain.train.rewards import RewardSet, metric_config
+    from rhotrain.train.tasks import load_task
+    from rhotrain.train.trainer import EVAL_SEED_OFFSET
+
+    layer, show = parsed.layer, parsed.extras["show"]
+    task = load_task(task_config, settings_.eval_size)
+    scorer = RewardSet(metric_config(RewardConfig(**_part(layer, "reward")), settings_.eval_metric), task)
+    loaded = _load(layer, task_config)
+    prompts = PromptData.encode(task.held_out, task_config, loaded.tokenizer).prompts
+    sampling = replace(sampling, seed=_value(layer, "seed") + EVAL_SEED_OFFSET)
+    n = settings_.eval_samples
+    with _refusals():
+        engine = _engine(loaded, layer, [len(p.token_ids) for p in prompts], n, sampling.max_new_tokens)
+        result = measure(loaded, engine, prompts, scorer, sampling, num_samples=n, num_examples=show)
+    pass_error = math.sqrt(result.pass_at_n * (1 - result.pass_at_n) / max(1, result.num_prompts))
+    if parsed.extras["json"]:
+        print(json.dumps(asdict(result) | {"pass_standard_error": pass_error, "metric": settings_.eval_metric}))
+        return 0
+    model = _value(layer, "model")
+    print(f"{model} on {task_config.task}: {result.num_prompts} held-out prompts, {n} completion(s) each, ", end="")
+    print(f"temperature {settings_.eval_temperature:g}, scored by {settings_.eval_metric}")
+    print(f"mean@{n} {result.mean_at_n:.4f} +- {result.standard_error:.4f}")
+    print(f"pass@{n} {result.pass_at_n:.4f} +- {pass_error:.4f}")
+    print(f"mean length {result.mean_length:.1f} tokens, {result.unscorable} unscorable")
+    for example in result.examples:
+        print(f"\n{example.prompt}\n-> {example.completion!r} (score {example.score:g})")
+    return 0
+
+
+def sample(argv: Sequence[str]) -> int:
+    """`rhotrain sample`."""
+    from rhotrain.train.checks import check_positions
+
+    parsed = parse(SAMPLE, argv)
+    layer, n = parsed.layer, parsed.extras["num_samples"]
+    if not parsed.extras["prompts"]:
+        raise ConfigError('prompts: none given; write for example: rhotrain sample "3+4="')
+    if n < 1:
+        raise ConfigError(f"num_samples: {n} does not work; need at least 1")
+    task, model = TaskConfig(**_part(layer, "task")), ModelConfig(**_part(layer, "model"))
+    _check_engine(layer)
+    with _refusals():
+        names = (*SAMPLING_FIELDS, *STOP_FIELDS)
+        sampling = SamplingParams(seed=_value(layer, "seed"), **{name: _value(layer, name) for name in names})
+    check_positions(model.model, max_prompt_tokens=0, max_new_tokens=sampling.max_new_tokens)
+    return _run_sampling(parsed, task, sampling, n)
+
+
+def _run_sampling(parsed: Parsed, task: TaskConfig, sampling: SamplingParams, n: int) -> int:
+    from rhotrain.train.data import PromptData
+    from rhotrain.train.questions import Question
+    from rhotrain.train.rewards import RewardBatch
+
+    loaded = _load(parsed.layer, task)
+    questions = [Question(prompt=text, fields={}) for text in parsed.extras["prompts"]]
+    prompts = PromptData.encode(questions, task, loaded.tokenizer).prompts
+    with _refusals():
+        engine = _engine(loaded, parsed.layer, [len(p.token_ids) for p in prompts], n, sampling.max_new_tokens)
+        groups = engine.generate([p.token_ids for p in prompts], sampling, n=n)
+    texts = RewardBatch.make(prompts, groups, loaded.tokenizer).texts
+    records = [
+        {
+            "prompt": prompt.text,
+            "completion": text,
+            "finish_reason": completion.finish_reason,
+            "token_ids": list(completion.token_ids),
+            "logprobs": list(completion.logprobs),
+        }
+        for prompt, group, group_texts in zip(prompts, groups, texts)
+        for completion, text in zip(group, group_texts)
+    ]
+    if parsed.extras["json"]:
+        print(json.dumps(records))
+        return 0
+    for index, record in enumerate(records):
+        if index % n == 0:
+            print(("\n" if index else "") + f"prompt: {record['prompt']}")
+        print(
+            f"[{index % n + 1}] {record['completion']}  ({record['finish_reason']}, {len(record['token_ids'])} tokens)"
+        )
+    return 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A command and the function that runs it on the words behind its name; returns the exit code."""
+
+    command: Command
+    run: Callable[[Sequence[str]], int]
+
+
+COMMANDS: dict[str, Entry] = {
+    "train": Entry(TRAIN, train),
+    "eval": Entry(EVAL, evaluate),
+    "sample": Entry(SAMPLE, sample),
+    "doctor": Entry(DOCTOR, doctor),
+    "presets": Entry(PRESETS, presets),
+}

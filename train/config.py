@@ -1,0 +1,417 @@
+"""The configuration of a run: frozen dataclasses, checked when they are made. Imports no torch, so `--help` is fast.
+
+Every field is a command-line flag (`lr` is `--lr`) and a TOML key under its section (`[optim]` `lr = 1e-6`).
+What needs the model or the task to be judged (prompt + completion against the model's positions, task parameters)
+is checked in `checks.py` and `setup.py`, before anything expensive starts.
+"""
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from rhotrain.kernels.spec import KLKind, Objective, ObjectiveKind
+from rhotrain.rollout.completion import SamplingParams
+
+Aggregation = Literal["token", "sequence", "constant"]
+AdvantageScale = Literal["group", "batch", "none"]
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The message names the field, the value and the fix; the exit code is 2."""
+
+
+def wrong(name: str, value: object, rule: str) -> ConfigError:
+    """The error for field `name` with `value`; `rule` says what would be right."""
+    return ConfigError(f"{name}: {value!r} does not work; {rule}")
+
+
+def need(ok: bool, name: str, value: object, rule: str) -> None:
+    """Raise `wrong` unless `ok`."""
+    if not ok:
+        raise wrong(name, value, rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model is trained, and how it is held."""
+
+    model: str = "tiny-sums"
+    """A Hugging Face folder or hub id, a .gguf file, or a preset: `tiny-sums`, `smollm2`."""
+    ref_model: str = ""
+    """Reference model of the KL term; empty takes the starting weights. Loaded only when a KL is asked for."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Compute dtype; auto is bfloat16 on CUDA and float32 on a CPU."""
+    device: str = "auto"
+    """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:1`."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory, about a third more compute."""
+
+    def __post_init__(self) -> None:
+        need(bool(self.model), "model", self.model, "name a folder, a hub id, a .gguf file or a preset")
+        known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
+        need(known, "device", self.device, "need auto, cpu, cuda or cuda:N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """Where prompts come from and how they become token ids."""
+
+    task: str = "tiny-sums"
+    """`tiny-sums`, a reasoning-gym dataset by name, a .jsonl file, or `hf:PATH` for a Hugging Face dataset."""
+    task_args: dict[str, Any] = field(default_factory=dict)
+    """Parameters of the task: those of the reasoning-gym dataset; for a .jsonl file eval_file; for `hf:` name, split,
+    eval_split, revision; for both prompt_column, messages_column, answer_column."""
+    system_prompt: str = ""
+    """Put before every prompt as the system message."""
+    prompt_suffix: str = ""
+    """Appended to the text of every prompt's last user message, for example `Reply with the number only.`"""
+    assistant_prefill: str = ""
+    """Text that the assistant's turn starts with; part of the prompt, carries no loss."""
+    template: Literal["auto", "chat", "raw"] = "auto"
+    """`chat` renders the tokenizer's chat template, `raw` takes the text as it is, auto: chat if there is one."""
+    template_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, for example enable_thinking=false."""
+    max_prompt_tokens: int = 1024
+    """Longest prompt in tokens."""
+    long_prompts: Literal["error", "drop", "tail"] = "error"
+    """What happens to longer ones: stop, leave out, or keep the last max_prompt_tokens tokens. Counted."""
+    train_size: int = 2000
+    """How many questions are generated for training (generated tasks only)."""
+    task_seed: int = 0
+    """Seed of generated tasks and of the order of the prompts."""
+
+    def __post_init__(self) -> None:
+        need(bool(self.task), "task", self.task, "name a task, a .jsonl file or hf:PATH")
+        need(self.max_prompt_tokens >= 1, "max_prompt_tokens", self.max_prompt_tokens, "need at least 1")
+        need(self.train_size >= 1, "train_size", self.train_size, "need at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """How completions are scored. The reward is the weighted sum of the functions."""
+
+    rewards: tuple[str, ...] = ("task",)
+    """`NAME` or `NAME*WEIGHT`: built in (`task`, `exact`, `last_number`, `bare_number`, `math`, `regex`, `length`,
+    `repetition`), `package.module:function`, or `path/to/file.py:function`."""
+    reward_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments by function name: {"regex": {"pattern": "..."}}."""
+    reward_timeout: float = 30.0
+    """Seconds that one call may take; a call that takes longer makes its completions unscorable."""
+
+    def __post_init__(self) -> None:
+        need(len(self.rewards) > 0, "rewards", self.rewards, "name at least one reward function")
+        need(self.reward_timeout > 0, "reward_timeout", self.reward_timeout, "need seconds > 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How completions are sampled."""
+
+    prompts_per_step: int = 8
+    """Prompts per rollout (P)."""
+    group_size: int = 8
+    """Completions per prompt (G)."""
+    max_new_tokens: int = 128
+    """Longest completion in tokens."""
+    min_new_tokens: int = 0
+    """Shortest completion in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature, > 0; the trainer scores at the same one."""
+    top_k: int = 0
+    """Keep the k most probable ids; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set with this mass; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep ids at least this likely relative to the best one; 0 keeps all."""
+    truncation: Literal["replay", "ignore"] = "replay"
+    """With top-k, top-p, min-p or min_new_tokens: `replay` scores over the recorded kept set, the distribution that was
+    sampled; `ignore` scores the full softmax, which is biased."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Stop ids in addition to the model's own."""
+    stop_strings: tuple[str, ...] = ()
+    """Strings that end a completion."""
+    kv_memory_gib: float = 0.0
+    """Size of the KV pool in GiB; 0 takes what one rollout needs, at most a quarter of the free memory."""
+    page_size: int = 16
+    """Tokens per KV page."""
+    max_batch_tokens: int = 4096
+    """Most tokens that one engine step runs (chunked prefill)."""
+    max_running: int = 256
+    """Most sequences that decode together."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_step", "page_size", "max_batch_tokens", "max_running"):
+            need(getattr(self, name) >= 1, name, getattr(self, name), "need at least 1")
+        need(self.group_size >= 1, "group_size", self.group_size, "need at least 1")
+        need(
+            self.temperature > 0.0,
+            "temperature",
+            self.temperature,
+            "training samples at a temperature > 0 (at 0 the group has no variance and the ratio no meaning)",
+        )
+        need(self.kv_memory_gib >= 0.0, "kv_memory_gib", self.kv_memory_gib, "need GiB >= 0 (0 chooses)")
+        try:
+            self.sampling(seed=0)
+        except ValueError as error:
+            raise ConfigError(str(error).replace("SamplingParams.", "")) from None
+
+    def sampling(self, *, seed: int) -> SamplingParams:
+        """The engine's settings for a training rollout."""
+        params = SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            max_new_tokens=self.max_new_tokens,
+            min_new_tokens=self.min_new_tokens,
+            stop_token_ids=self.stop_token_ids,
+            stop_strings=self.stop_strings,
+            seed=seed,
+        )
+        return replace(params, keep_sets=params.truncates and self.truncation == "replay")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgoConfig:
+    """The objective, the advantages and the inner loop. Presets set these as their papers do (docs/objectives.md)."""
+
+    objective: ObjectiveKind = "grpo"
+    """`grpo` (PPO clip), `cispo` (clamped, detached weight), `reinforce`."""
+    clip_low: float = 0.2
+    """grpo: the ratio is clipped below 1 - clip_low."""
+    clip_high: float = 0.2
+    """grpo: the ratio is clipped above 1 + clip_high."""
+    ratio_min: float = 0.0
+    """cispo: absolute lower bound of the ratio."""
+    ratio_max: float = 5.0
+    """cispo: absolute upper bound of the ratio."""
+    kl: KLKind = "k3"
+    """KL estimator in the loss when beta > 0: k2, k3, or k3_k2grad (k3's value with k2's gradient)."""
+    beta: float = 0.0
+    """Coefficient of the KL to the reference in the loss; 0 loads no reference."""
+    kl_in_reward: float = 0.0
+    """Coefficient of k1 (logprob - ref_logprob summed over the completion, detached) subtracted from the reward."""
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus."""
+    aggregation: Aggregation = "token"
+    """Denominator: `token` all loss tokens of the optimiser step, `sequence` the mean over completions of means per
+    completion, `constant` completions x max_new_tokens."""
+    advantage_scale: AdvantageScale = "group"
+    """Divide (reward - group mean) by the group's std, the batch's std, or nothing."""
+    advantage_std: Literal["sample", "population"] = "sample"
+    """Std with G - 1 (TRL, verl) or G (MiniMind) in its denominator."""
+    advantage_eps: float = 1e-4
+    """Added to the std."""
+    zero_variance: Literal["skip", "keep", "filter"] = "skip"
+    """Groups whose advantages are all 0: `skip` leaves them out of the forward pass when every loss term is 0 for them,
+    with the same gradient; `keep` runs them; `filter` also takes them out of the denominator (DAPO)."""
+    mask_truncated: bool = False
+    """Completions that hit max_new_tokens carry no loss and leave numerator and denominator together (DAPO)."""
+    old_logprobs: Literal["auto", "sampler", "trainer", "fresh"] = "auto"
+    """Denominator of the ratio: the engine's own numbers, recomputed by the trainer before the first update, or the
+    current forward detached (one update per rollout only). auto: sampler in float32; otherwise fresh for one update,
+    trainer for several."""
+    num_iterations: int = 1
+    """Passes over each rollout."""
+    minibatches_per_rollout: int = 1
+    """Optimiser steps per pass; each takes whole groups."""
+    kl_stop: float = 0.0
+    """Skip the remaining updates of a rollout once the mean k3 between old and current policy exceeds this; 0 never."""
+
+    def __post_init__(self) -> None:
+        need(0 <= self.clip_low <= 1, "clip_low", self.clip_low, "need 0 <= clip_low <= 1")
+        need(self.clip_high >= 0, "clip_high", self.clip_high, "need clip_high >= 0")
+        need(self.ratio_min >= 0, "ratio_min", self.ratio_min, "a ratio is never negative; need ratio_min >= 0")
+        need(
+            self.ratio_max >= self.ratio_min,
+            "ratio_max",
+            self.ratio_max,
+            f"need at least ratio_min ({self.ratio_min}); both are values of the ratio itself, not distances from 1",
+        )
+        try:
+            self.spec()
+        except ValueError as error:
+            raise ConfigError(str(error).replace("Objective.", "")) from None
+        need(self.kl_in_reward >= 0, "kl_in_reward", self.kl_in_reward, "need a coefficient >= 0")
+        need(self.advantage_eps >= 0, "advantage_eps", self.advantage_eps, "need a value >= 0")
+        for name in ("num_iterations", "minibatches_per_rollout"):
+            need(getattr(self, name) >= 1, name, getattr(self, name), "need at least 1")
+        need(self.kl_stop >= 0, "kl_stop", self.kl_stop, "need a value >= 0 (0 never stops)")
+        need(
+            not (self.old_logprobs == "fresh" and self.updates_per_rollout > 1),
+            "old_logprobs",
+            self.old_logprobs,
+            "`fresh` is the current policy itself, so it fits one update per rollout only; "
+            "use trainer or sampler with num_iterations or minibatches_per_rollout above 1",
+        )
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimiser steps per rollout when nothing is skipped."""
+        return self.num_iterations * self.minibatches_per_rollout
+
+    def spec(self) -> Objective:
+        """The kernels' objective."""
+        low, high = (1.0 - self.clip_low, 1.0 + self.clip_high)
+        if self.objective != "grpo":
+            low, high = self.ratio_min, self.ratio_max
+        return Objective(
+            kind=self.objective,
+            ratio_min=low,
+            ratio_max=high,
+            kl=self.kl if self.beta > 0 else "none",
+            beta=self.beta,
+            entropy_coef=self.entropy_coef,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and the learning-rate schedule, which counts optimiser steps."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW betas."""
+    eps: float = 1e-8
+    """AdamW epsilon."""
+    weight_decay: float = 0.0
+    """AdamW weight decay."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up."""
+    warmup_steps: int = 0
+    """Optimiser steps of linear warm-up."""
+    lr_final: float = 0.0
+    """The learning rate at the end, as a fraction of lr (linear, cosine)."""
+    grad_clip: float = 1.0
+    """Largest gradient norm; 0 does not clip."""
+    token_budget: int = 4096
+    """Most packed tokens of one micro-batch (forward + backward)."""
+    share_prompts: bool = True
+    """Run a group's prompt once per micro-batch and let its completions attend to it."""
+
+    def __post_init__(self) -> None:
+        need(self.lr >= 0, "lr", self.lr, "need a learning rate >= 0")
+        need(all(0 <= b < 1 for b in self.betas), "betas", self.betas, "need 0 <= beta < 1")
+        need(self.eps > 0, "eps", self.eps, "need a value > 0")
+        need(self.weight_decay >= 0, "weight_decay", self.weight_decay, "need a value >= 0")
+        need(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "need a count >= 0")
+        need(0 <= self.lr_final <= 1, "lr_final", self.lr_final, "need a fraction between 0 and 1")
+        need(self.grad_clip >= 0, "grad_clip", self.grad_clip, "need a norm >= 0 (0 does not clip)")
+        need(self.token_budget >= 1, "token_budget", self.token_budget, "need at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluation on held-out prompts."""
+
+    eval_every: int = 0
+    """Evaluate every so many steps; 0 only at the start and the end."""
+    eval_size: int = 200
+    """Held-out prompts; 0 does not evaluate. No held-out question occurs in training."""
+    eval_samples: int = 1
+    """Completions per held-out prompt: mean@n and pass@n."""
+    eval_temperature: float = 0.0
+    """0 is greedy."""
+    eval_metric: str = "task"
+    """The reward function (RewardConfig.rewards' syntax) whose mean is the accuracy; a value of 1 counts as right."""
+
+    def __post_init__(self) -> None:
+        for name in ("eval_every", "eval_size"):
+            need(getattr(self, name) >= 0, name, getattr(self, name), "need a count >= 0")
+        need(
+            not (self.eval_every > 0 and self.eval_size == 0),
+            "eval_every",
+            self.eval_every,
+            "there is nothing to evaluate with eval_size 0; set eval_size, or eval_every to 0",
+        )
+        need(self.eval_samples >= 1, "eval_samples", self.eval_samples, "need at least 1")
+        need(self.eval_temperature >= 0, "eval_temperature", self.eval_temperature, "need a value >= 0")
+        need(
+            not (self.eval_samples > 1 and self.eval_temperature == 0),
+            "eval_samples",
+            self.eval_samples,
+            "greedy samples are all the same; set eval_temperature above 0 for several samples",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The run itself: length, seed, folder, checkpoints."""
+
+    steps: int = 100
+    """Rollouts (training steps) to run."""
+    seed: int = 0
+    """Seed of sampling, of the order of prompts and of everything else."""
+    out: str = ""
+    """Run folder; empty makes runs/NAME-DATE."""
+    save_every: int = 0
+    """Checkpoint every so many steps; 0 only at the end and at Ctrl-C."""
+    keep_last: int = 2
+    """Checkpoints kept."""
+    resume: bool = False
+    """Go on from the last checkpoint in `out`, bit for bit."""
+    threads: int = 0
+    """CPU threads; 0 takes all cores."""
+    log_completions: int = 0
+    """Sampled completions printed with every step."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "save_every", "threads", "log_completions"):
+            need(getattr(self, name) >= 0, name, getattr(self, name), "need a count >= 0")
+        need(0 <= self.seed < 2**62, "seed", self.seed, "need 0 <= seed < 2**62")
+        need(self.keep_last >= 1, "keep_last", self.keep_last, "need at least 1")
+        need(
+            not (self.resume and not self.out),
+            "resume",
+            self.resume,
+            "name the run folder to resume with out",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that a run depends on."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        prompts, parts = self.rollout.prompts_per_step, self.algo.minibatches_per_rollout
+        need(
+            prompts % parts == 0,
+            "minibatches_per_rollout",
+            parts,
+            f"minibatches hold whole groups, so it must divide prompts_per_step ({prompts})",
+        )
+        need(
+            self.rollout.group_size >= 2,
+            "group_size",
+            self.rollout.group_size,
+            "a group of one has no baseline and its advantage is 0; use at least 2",
+        )
+        need(
+            self.optim.warmup_steps <= max(1, self.total_updates),
+            "warmup_steps",
+            self.optim.warmup_steps,
+            f"longer than the run: steps x num_iterations x minibatches_per_rollout = {self.total_updates}",
+        )
+        longest = self.task.max_prompt_tokens + self.rollout.max_new_tokens
+        need(
+            self.optim.token_budget >= longest,
+            "token_budget",
+            self.optim.token_budget,
+            f"one prompt and its completion may take max_prompt_tokens + max_new_tokens = {longest} tokens; "
+            "raise token_budget or lower those",
+        )
+
+    @property
+    def total_updates(self) -> int:
+        """Optimiser steps of the whole run when none is skipped; the schedule's length."""
+        return self.run.steps * self.algo.updates_per_rollout

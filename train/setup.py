@@ -1,0 +1,142 @@
+"""What a run is made of, built once and in an order that finds mistakes before anything expensive."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rhotrain.model.load import LoadedModel, load_model
+from rhotrain.rollout.engine import Engine, free_memory, plan_pages
+from rhotrain.rollout.runner import page_bytes
+from rhotrain.train.config import Config, ConfigError
+from rhotrain.train.data import EncodedPrompt, PromptData, PromptStream
+from rhotrain.train.inner_loop import Learner
+from rhotrain.train.optim import Optimizer
+from rhotrain.train.rewards import RewardSet, metric_config
+from rhotrain.train.tasks import load_task
+
+Choices = dict[str, Any]
+"""What was measured or looked up at start; checkpoints keep it, since a new choice could change the order of a sum."""
+
+
+@dataclass
+class Parts:
+    """Everything a run works with. reference is None unless a KL is asked for."""
+
+    loaded: LoadedModel
+    reference: LoadedModel | None
+    engine: Engine
+    learner: Learner
+    stream: PromptStream
+    held_out: tuple[EncodedPrompt, ...]
+    rewards: RewardSet
+    scorer: RewardSet
+    choices: Choices
+    notes: tuple[str, ...]
+
+
+def build(config: Config, *, checkpoint_model: Path | None = None, choices: Choices | None = None) -> Parts:
+    """The parts of a run; a resumed one takes weights from `checkpoint_model` and `choices` from the checkpoint.
+
+    Raises ConfigError (settings), LoadError (model) and whatever the task says of its own parameters.
+    """
+    chosen: Choices = dict(choices or {"threads": config.run.threads or os.cpu_count() or 1})
+    torch.set_num_threads(int(chosen["threads"]))
+    task = load_task(config.task, config.eval.eval_size)
+    rewards = RewardSet(config.reward, task)
+    scorer = RewardSet(metric_config(config.reward, config.eval.eval_metric), task)
+    loaded = _model(config, chosen, checkpoint_model)
+    prompts = PromptData.encode(task.train, config.task, loaded.tokenizer)
+    held_out = PromptData.encode(task.held_out, config.task, loaded.tokenizer)
+    lengths = [len(p.token_ids) for p in (*prompts.prompts, *held_out.prompts)]
+    _check_positions(config, loaded, max(lengths))
+    learner = Learner(
+        loaded=loaded,
+        optimizer=Optimizer(loaded.parameters(), config.optim),
+        algo=config.algo,
+        optim=config.optim,
+        temperature=config.rollout.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+        total_updates=config.total_updates,
+        seed=config.run.seed,
+    )
+    return Parts(
+        loaded=loaded,
+        reference=_reference(config, loaded, learner, chosen),
+        engine=_engine(config, loaded, chosen, max(lengths)),
+        learner=learner,
+        stream=PromptStream(prompts.prompts, seed=config.task.task_seed),
+        held_out=held_out.prompts,
+        rewards=rewards,
+        scorer=scorer,
+        choices=chosen,
+        notes=tuple(note for note in (*loaded.notes, *task.notes, prompts.note, held_out.note) if note),
+    )
+
+
+def _model(config: Config, choices: Choices, checkpoint_model: Path | None) -> LoadedModel:
+    loaded = load_model(
+        config.model.model if checkpoint_model is None else str(checkpoint_model),
+        device=choices.get("device", config.model.device),
+        dtype=choices.get("dtype", config.model.dtype),
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        need_chat_template=config.task.template == "chat",
+    )
+    choices.setdefault("device", str(loaded.device))
+    choices.setdefault("dtype", str(loaded.dtype).removeprefix("torch."))
+    return loaded
+
+
+def _check_positions(config: Config, loaded: LoadedModel, longest_prompt: int) -> None:
+    total = longest_prompt + config.rollout.max_new_tokens
+    if loaded.max_positions is not None and total > loaded.max_positions:
+        raise ConfigError(
+            f"max_new_tokens: {config.rollout.max_new_tokens} after a prompt of {longest_prompt} tokens makes {total} "
+            f"positions, but the model has {loaded.max_positions}; lower max_new_tokens or max_prompt_tokens"
+        )
+
+
+def _reference(config: Config, loaded: LoadedModel, learner: Learner, choices: Choices) -> LoadedModel | None:
+    if not learner.objective.uses_reference and config.algo.kl_in_reward == 0.0:
+        return None
+    spec = config.model.ref_model or config.model.model
+    reference = load_model(spec, device=choices["device"], dtype=choices["dtype"])
+    if reference.vocab_size != loaded.vocab_size:
+        raise ConfigError(
+            f"ref_model: {spec!r} has {reference.vocab_size} token ids, the model {loaded.vocab_size}; "
+            "the reference must share the model's tokenizer"
+        )
+    reference.model.requires_grad_(False)
+    return reference
+
+
+def _engine(config: Config, loaded: LoadedModel, choices: Choices, longest_prompt: int) -> Engine:
+    rollout = config.rollout
+    if "num_pages" not in choices and rollout.kv_memory_gib == 0.0:
+        choices["num_pages"] = _num_pages(config, loaded, longest_prompt)
+    return Engine(
+        loaded,
+        num_pages=choices.get("num_pages"),
+        kv_memory_bytes=int(rollout.kv_memory_gib * 2**30) or None,
+        page_size=rollout.page_size,
+        max_batch_tokens=rollout.max_batch_tokens,
+        max_running=rollout.max_running,
+    )
+
+
+def _num_pages(config: Config, loaded: LoadedModel, longest_prompt: int) -> int:
+    """Pages with which neither a rollout nor an evaluation is preempted, within a quarter of the free memory."""
+    rollout, evaluation = config.rollout, config.eval
+    crowds = [
+        (rollout.prompts_per_step, rollout.group_size),
+        (min(evaluation.eval_size, rollout.max_running), evaluation.eval_samples),
+    ]
+    wanted = [
+        plan_pages(loaded, [longest_prompt] * prompts, n, rollout.max_new_tokens, rollout.page_size)
+        for prompts, n in crowds
+        if prompts
+    ]
+    affordable = free_memory(loaded.device) // 4 // page_bytes(loaded, rollout.page_size)
+    return max(1, min(max(wanted), affordable))
