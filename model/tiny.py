@@ -5,7 +5,8 @@ fixed quarter, chosen by a hash of the text, is held out: neither the warm start
 
 GRPO alone does not learn from random weights in a minute, so the model is warm-started supervised, 300 steps on the 750
 training questions, and stops early: about half of its samples are right. The rise that training shows then is RL's.
-(Tried here: held-out exact 0.59 -> 0.86 in 50 updates of 32 x 8 at lr 5e-4; lr 2e-3 falls back.)
+(Tried here, 32 x 8, AdamW, seeds 0 to 2: at lr 3e-4 held-out exact rose from 0.54 to 0.86, 0.81 and 0.76 in 150 updates
+and to 0.85, 0.85 and 0.89 in 250; lr 1e-3 goes up and falls back.)
 """
 
 import hashlib

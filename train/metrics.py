@@ -21,6 +21,13 @@ def _mean(values: Tensor) -> float:
     return float(values.double().mean()) if values.numel() else 0.0
 
 
+def _quantile(values: Tensor, q: float) -> float:
+    """The smallest value that a share q of all is not above. (torch.quantile refuses more than 2**24 values.)"""
+    if not values.numel():
+        return 0.0
+    return float(values.kthvalue(max(1, math.ceil(q * values.numel()))).values)
+
+
 def reward_metrics(total_PG: Tensor, parts: dict[str, Tensor], advantages: Advantages, failures: int) -> Metrics:
     """Reward means over scorable completions; NaN marks an unscorable one."""
     known = total_PG[~total_PG.isnan()].double()
@@ -57,7 +64,7 @@ def mismatch_metrics(table: TokenTable, results: TokenResults) -> Metrics:
     k3 = (ratio - 1 - difference).clamp(min=0)
     return {
         "sampling/sampling_logp_difference/mean": _mean(difference.abs()),
-        "sampling/sampling_logp_difference/p99": float(difference.abs().quantile(0.99)) if len(difference) else 0.0,
+        "sampling/sampling_logp_difference/p99": _quantile(difference.abs(), 0.99),
         "sampling/sampling_logp_difference/max": float(difference.abs().max()) if len(difference) else 0.0,
         "sampling/importance_sampling_ratio/mean": _mean(ratio),
         "sampling/importance_sampling_ratio/min": float(ratio.min()) if len(ratio) else 1.0,

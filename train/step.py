@@ -135,12 +135,8 @@ def run_batches(
         rows = batch.table_rows
         ids, options = table.token_ids[rows].to(device), _head_options(loaded, table, rows, temperature)
         with packed_hidden(loaded, batch) as hidden_MH:
-            old = column(table.old_logprobs, rows)
-            if old is None:  # one more product with the head (2 of 8 NVH); the same rows give the same bits: ratio 1
-                with torch.no_grad():
-                    old = linear_token_logprobs(hidden_MH, weight, ids, **options).logprobs
             inputs = PolicyInputs(
-                old_logprobs=old,
+                old_logprobs=column(table.old_logprobs, rows),
                 advantages=table.advantages[rows].to(device),
                 weights=weights[rows].to(device),
                 ref_logprobs=column(table.ref_logprobs, rows),

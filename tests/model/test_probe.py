@@ -1,5 +1,6 @@
 """The load-time probe lets through what works and refuses the rest by name and reason."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ from helpers_model import FAMILIES, SHARED, tiny_hf_model, tiny_model, tiny_toke
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rhotrain.model import load as load_module
+from rhotrain.model.attention import PackedContext
 from rhotrain.model.load import LoadError, adopt_model, load_model
-from rhotrain.model.probe import probe
+from rhotrain.model.probe import check_calls, probe
 
 SMALL_HEADS = {"head_dim": 8}
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
@@ -154,6 +156,28 @@ def test_a_lost_window_is_refused() -> None:
             module.config = type("NoWindow", (), {"_attn_implementation": "rhotrain", "sliding_window": None})()
     with pytest.raises(LoadError, match="window of 32 by its configuration, but tells the attention function None"):
         probe(loaded)
+
+
+def test_calls_are_judged() -> None:
+    """An argument that our attention does not know, a layer without number, a missing call."""
+    loaded = tiny_model("llama")
+    first, second = loaded.layer_calls(torch.arange(5, 9))
+    check_calls(loaded, [first, second])
+    with pytest.raises(LoadError, match="attention takes position_bias, which our attention does not honour"):
+        check_calls(loaded, [first, replace(second, unknown=("position_bias",))])
+    with pytest.raises(LoadError, match=r"not numbered 0\.\.1 by layer_idx"):
+        check_calls(loaded, [first, replace(second, layer=None)])
+    with pytest.raises(LoadError, match="called 1 times for 2 layers"):
+        check_calls(loaded, [first])
+
+
+def test_unknown_arguments_are_recorded() -> None:
+    loaded = tiny_model("llama")
+    with loaded.with_attention(PackedContext.make([4])):
+        loaded.attention.record = []
+        ids = torch.arange(5, 9)[None]
+        loaded.body(input_ids=ids, position_ids=torch.arange(4)[None], use_cache=False, position_bias=torch.ones(1))
+    assert [call.unknown for call in loaded.attention.record] == [("position_bias",)] * 2
 
 
 def test_state_across_sequences_is_refused() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_model import tiny_model
+from helpers_naive import model_pair, naive_step, padded_forward
 from helpers_train import (
     LENGTHS,
     NAN,
@@ -15,10 +16,7 @@ from helpers_train import (
     Recorder,
     fake_rollout,
     make_learner,
-    model_pair,
-    naive_step,
     one_thread,
-    padded_forward,
     whole_error,
 )
 

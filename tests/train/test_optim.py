@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from helpers_model import tiny_model
-from helpers_train import fake_rollout, make_learner, model_pair, one_thread
+from helpers_naive import model_pair
+from helpers_train import fake_rollout, make_learner, one_thread
 from torch import Tensor, nn
 
 from rhotrain.train.config import AlgoConfig, Config, OptimConfig, RolloutConfig, RunConfig
