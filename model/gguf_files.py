@@ -1,4 +1,4 @@
-"""GGUF files as ordinary Hugging Face models: dequantized by transformers, then freed of the mark of a quantized one."""
+"""GGUF files as ordinary Hugging Face models: dequantized by transformers, then freed of the mark of quantization."""
 
 from pathlib import Path
 from typing import Any

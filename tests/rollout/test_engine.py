@@ -10,6 +10,7 @@ from helpers_rollout import one_thread, simulate  # noqa: F401
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rhotrain.kernels.sampling import philox_uniform
 from rhotrain.model.load import LoadedModel
 from rhotrain.rollout.completion import Completion, SamplingParams
 from rhotrain.rollout.engine import Engine, StopStrings, plan_pages
@@ -81,6 +82,24 @@ def test_tokens_depend_on_seed_and_sample_but_not_on_neighbours() -> None:
     other = SamplingParams(max_new_tokens=12, seed=10, ignore_eos=True)
     assert tokens(engine.generate(prompts, other, n=4)) != tokens(together)
     assert tokens(engine.generate(prompts, params, n=4, first_sample=12)) != tokens(together)
+
+
+def test_a_token_is_the_inverse_cdf_at_the_uniform_of_seed_sample_and_position() -> None:
+    """Position is the index in the completion: it must not move with the prompt, the batch or a preemption."""
+    loaded = tiny_model("llama")
+    engine = Engine(loaded, num_pages=14, page_size=4)
+    prompts = make_prompts(4, 17, 9)
+    params = SamplingParams(max_new_tokens=16, seed=77, temperature=1.2, ignore_eos=True)
+    groups = engine.generate(prompts, params, n=2, first_sample=1000)
+    assert engine.stats.preemptions > 0
+    right = 0
+    for prompt, completion in ((p, c) for p, group in zip(prompts, groups, strict=True) for c in group):
+        cdf_NV = (model_logits(prompt, completion.token_ids, loaded) / 1.2).softmax(-1).cumsum(-1)
+        steps = torch.arange(16)
+        uniforms = philox_uniform(torch.full((16,), 77), torch.full((16,), completion.sample), steps)
+        drawn = (cdf_NV > uniforms.double()[:, None]).to(torch.uint8).argmax(-1)
+        right += int((drawn == torch.tensor(completion.token_ids)).sum())
+    assert right >= 3 * 2 * 16 - 1, "one uniform may lie within rounding of a boundary"
 
 
 def test_first_tokens_follow_the_softmax() -> None:
@@ -458,6 +477,15 @@ def test_generating_leaves_training_as_it_was() -> None:
     Engine(loaded, num_pages=40).generate([[5, 6]], SamplingParams(max_new_tokens=3))
     assert loaded.model.training and loaded.attention.context is None
     assert all(p.requires_grad and not p.is_inference() and p.grad is None for p in loaded.parameters())
+
+
+def test_checkpointing_for_training_changes_nothing_here(recwarn: pytest.WarningsRecorder) -> None:
+    prompts = make_prompts(20, 9)
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    plain = Engine(tiny_model("llama"), num_pages=40).generate(prompts, params)
+    checkpointed = Engine(tiny_model("llama", gradient_checkpointing=True), num_pages=40)
+    assert tokens(checkpointed.generate(prompts, params)) == tokens(plain)
+    assert not [w for w in recwarn if "checkpoint" in str(w.message) or "requires_grad" in str(w.message)]
 
 
 def test_logits_that_are_nan_end_one_completion_and_spare_the_others() -> None:
