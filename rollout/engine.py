@@ -192,7 +192,7 @@ class Engine:
         stats.steps += 1
         stats.prefill_tokens += counts.prompt
         stats.recomputed_tokens += counts.again
-        stats.decode_tokens += len(draws)
+        stats.decode_tokens += sum(not draw.error for draw in draws)
         stats.preemptions = self.scheduler.preemptions
         stats.peak_pages = self.pool.peak
         if counts.prompt or counts.again:

@@ -164,7 +164,8 @@ class Runner:
 
     def _draw(self, logits_BV: Tensor, sequences: list[Sequence], plan: SamplingPlan) -> list[Draw]:
         """One token per row. Rows below min_new_tokens, where stop ids are not allowed, are a call of their own."""
-        short = [i for i, s in enumerate(sequences) if s.drawn < plan.params.min_new_tokens]
+        minimum = plan.params.min_new_tokens if plan.stop_ids else 0
+        short = [i for i, s in enumerate(sequences) if s.drawn < minimum]
         if not short:
             return self._draw_rows(logits_BV, sequences, plan, restricted=False)
         held = set(short)

@@ -1,11 +1,18 @@
-"""A pool with contents but without a model: a forward writes the token itself, so every read can be checked."""
+"""Helpers of the engine's tests, and a pool with contents but without a model.
 
+The simulated forward writes the token itself into the pool, so every read can be checked.
+"""
+
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+from helpers_model import tiny_hf_model
 
+from rhotrain.model.load import LoadedModel
+from rhotrain.rollout.completion import Completion
 from rhotrain.rollout.kv_pool import KVPool
 from rhotrain.rollout.scheduler import Batch, Group, Scheduler, Sequence
 
@@ -17,6 +24,26 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+Groups = list[list[Completion]]
+
+
+def make_prompts(*lengths: int) -> list[list[int]]:
+    rng = random.Random(11)
+    return [[rng.randrange(5, 70) for _ in range(n)] for n in lengths]
+
+
+def tokens(groups: Groups) -> list[list[tuple[int, ...]]]:
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+def model_logits(prompt: list[int], ids: tuple[int, ...], loaded: LoadedModel) -> torch.Tensor:
+    """Logits [N, vocab] before each of `ids`, by transformers alone."""
+    model = tiny_hf_model("llama").eval()
+    with torch.no_grad():
+        out = model(torch.tensor([[*prompt, *ids]]), use_cache=False).logits
+    return out[0, len(prompt) - 1 : -1, : loaded.vocab_size].double()
 
 
 def token_of(sample: int, position: int) -> int:

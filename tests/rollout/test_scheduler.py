@@ -68,6 +68,13 @@ def test_the_youngest_is_preempted_and_keeps_what_it_drew() -> None:
     assert done.pool.peak <= 10
 
 
+def test_a_newcomer_waits_when_the_next_page_of_a_running_one_is_the_last() -> None:
+    # The first holds 2 of 3 pages and takes the third in its next step; the second would be let in only to be put back.
+    done = simulate([prompt_of(8), prompt_of(3)], [[4], [2]], num_pages=3)
+    expect_all(done)
+    assert done.scheduler.preemptions == 0 and done.again_tokens == 0
+
+
 def test_the_oldest_is_never_preempted() -> None:
     cached: list[int] = []
 
