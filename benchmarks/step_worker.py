@@ -3,7 +3,7 @@
     python benchmarks/step_worker.py rhotrain|trl SETTINGS_JSON
 
 Both sides get the same model files, questions, prompts, group size, lengths, temperature, learning rate and reward,
-take one update per rollout and use the same number of threads. A process of its own, because peak memory is per process.
+take one update per rollout and use the same number of threads. A process each, because peak memory is per process.
 """
 
 import json

@@ -169,34 +169,39 @@ def _run(name: str, summary: str, **values: Any) -> Preset:
 
 TINY_SUMS = _run(
     "tiny-sums",
-    "a character model of under 1M parameters learns one-digit sums: about a minute on two cores",
+    "a character model of 0.2M parameters learns small sums: about a minute on two cores",
     model="tiny-sums",
     task="tiny-sums",
-    train_size=800,
     max_prompt_tokens=16,
+    train_size=750,
     rewards=("task",),
     prompts_per_step=32,
     group_size=8,
     max_new_tokens=6,
-    lr=2e-4,
+    lr=5e-4,
     steps=60,
-    eval_size=200,
+    eval_size=250,
     eval_metric="task",
 )
 
+# chain_sum with two terms of one digit has 200 distinct questions, too few to hold out 200; with two digits SmolLM2 has
+# almost none right, so there is little to reinforce. The mix has both. At temperature 1 most samples of the 135M model
+# run on to max_new_tokens.
 SMOLLM2_SUMS = _run(
     "smollm2-sums",
-    "SmolLM2-135M-Instruct learns to answer reasoning-gym's chain_sum with the bare number",
+    "SmolLM2-135M-Instruct learns reasoning-gym's chain_sum: two terms of one or two digits",
     model="smollm2",
     task="chain_sum",
-    task_args={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+    task_args={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
     prompt_suffix="Reply with the number only.",
     max_prompt_tokens=128,
+    train_size=200,
     rewards=("bare_number",),
     prompts_per_step=4,
     group_size=8,
     max_new_tokens=32,
-    lr=2e-5,
+    temperature=0.7,
+    lr=3e-5,
     steps=30,
     eval_size=200,
     eval_metric="last_number",

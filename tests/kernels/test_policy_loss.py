@@ -354,7 +354,7 @@ def test_policy_inputs_rows_and_select() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("advantages", torch.zeros(3), r"advantages: shape \[3\], but old_logprobs has \[2\]"),
+        ("old_logprobs", torch.zeros(3), r"old_logprobs: shape \[3\], but advantages has \[2\]"),
         ("weights", torch.zeros(2, 1), "weights: shape"),
         ("old_logprobs", torch.zeros(2, dtype=torch.bfloat16), "old_logprobs: torch.bfloat16 is refused"),
         ("weights", torch.ones(2, dtype=torch.bool), "weights: torch.bool is refused"),

@@ -180,7 +180,7 @@ def test_help_shows_the_defaults_of_the_presets_asked_for(capsys: pytest.Capture
         main(["train", "--preset", "smollm2-sums", "dapo", "--help"])
     plain = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "(default: smollm2)" in plain and "(default: 0.28)" in plain
-    assert "(default: min_terms=2 max_terms=3 min_digits=1 max_digits=1)" in plain
+    assert "(default: min_terms=2 max_terms=2 min_digits=1 max_digits=2)" in plain
 
 
 def _config(*argv: str) -> Config:
@@ -232,7 +232,7 @@ def test_flags_of_every_kind() -> None:
 
 def test_a_flag_adds_to_the_tables_of_a_preset() -> None:
     args = _config("--preset", "smollm2-sums", "--task-args", "max_terms=5", "min_digits=null").task.task_args
-    assert args == {"min_terms": 2, "max_terms": 5, "max_digits": 1}
+    assert args == {"min_terms": 2, "max_terms": 5, "max_digits": 2}
     assert _config("--preset", "smollm2-sums", "--task", "countdown").task.task_args == {}
 
 
