@@ -203,17 +203,21 @@ def test_imports_no_torch(module: str) -> None:
     assert run.stdout.strip() == ""
 
 
-def test_everything_imports_without_triton() -> None:
-    modules = [module_name(path) for path in room_files()]
-    code = f"""
+NO_TRITON = """
 import importlib, sys
 
 class NoTriton:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "triton":
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, NoTriton())
+"""
+
+
+def test_everything_imports_without_triton() -> None:
+    modules = [module_name(path) for path in room_files()]
+    code = f"""{NO_TRITON}
 for name in {modules!r}:
     importlib.import_module(name)
 assert "triton" not in sys.modules
@@ -223,6 +227,19 @@ print("HAS_TRITON", HAS_TRITON)
     run = run_python("-c", code)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip().endswith("HAS_TRITON False")
+
+
+def test_training_works_without_triton(tmp_path: Path) -> None:
+    words = ["train", "--steps", "2", "--eval-size", "0", "--threads", "1", "--out", str(tmp_path / "run")]
+    code = f"""{NO_TRITON}
+from rhotrain.train.cli import main
+assert main({words!r}) == 0
+assert "triton" not in sys.modules
+"""
+    run = run_python("-c", code)
+    assert run.returncode == 0, run.stderr
+    assert "step  2/2" in run.stdout or "step 2/2" in run.stdout
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
 # --- pins

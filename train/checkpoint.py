@@ -91,7 +91,8 @@ def latest_checkpoint(run_folder: Path) -> Path:
     found = checkpoints(run_folder)
     if not found:
         raise CheckpointError(
-            f"resume: {run_folder} holds no complete checkpoint; start it without --resume, and set save_every"
+            f"resume: {run_folder} holds no complete checkpoint, so nothing of it can go on; start anew in another "
+            "folder, and set save_every"
         )
     return found[-1]
 

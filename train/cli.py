@@ -1,6 +1,7 @@
 """`rhotrain COMMAND ...`: finds the command and turns mistakes into one message and exit code 2.
 
-Exit codes: 0 done, 1 doctor found a problem, 2 a wrong input, 130 stopped by Ctrl-C, 141 the reader of a pipe has gone.
+Exit codes: 0 done, 1 doctor found a problem or a run met numbers that must not reach the weights, 2 a wrong input,
+130 stopped by Ctrl-C, 141 the reader of a pipe has gone.
 With RHOTRAIN_DEBUG=1 a wrong input shows its traceback as well. Imports no torch, so that `--help` is fast.
 """
 
@@ -31,7 +32,7 @@ def usage() -> str:
     )
 
 
-def is_ours(error: ValueError) -> bool:
+def is_ours(error: Exception) -> bool:
     """True for errors that the package raises on purpose (ConfigError, LoadError, CheckpointError).
 
     Their message is for the user. A bare ValueError is a bug, or comes from somebody's reward, and keeps its traceback.
@@ -58,6 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"{name}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except FloatingPointError as error:
+        if not is_ours(error) or os.environ.get("RHOTRAIN_DEBUG") == "1":
+            raise
+        print(f"{name}: error: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         # the reader of a pipe has gone (`| head`); stdout must not be flushed again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -60,7 +60,7 @@ def step_line(step: int, steps: int, m: Metrics) -> str:
             f"grad {m['grad_norm']:6.2f}",
         ]
     else:
-        parts.append("no group carries signal, no update" if not m["stopped_by_kl"] else "KL above kl_stop, no update")
+        parts.append("KL above kl_stop, no update" if m["stopped_by_kl"] else "no group carries signal, no update")
     phases = ", ".join(f"{name} {m[f'time/{name}']:.1f}" for name in ("rollout", "reward", "update"))
     parts.append(f"{m['tok_per_s']:5.0f} tok/s  {m['step_time']:5.1f} s ({phases})")
     return "  ".join(parts)
@@ -89,12 +89,16 @@ class Console:
         else:
             self.bar.write(text, file=sys.stdout)
 
-    def rollout_progress(self, finished: int, total: int) -> None:
+    def phase(self, name: str, finished: int, total: int) -> None:
+        """How far the step is, at the end of the bar."""
         if self.bar is not None and not self.bar.disable:
-            self.bar.set_postfix_str(f"rollout {finished}/{total}", refresh=True)
+            self.bar.set_postfix_str(f"{name} {finished}/{total}", refresh=True)
 
     def step(self, step: int, metrics: Metrics) -> None:
         self.say(step_line(step, self.steps, metrics))
+        if metrics["stopped_by_kl"]:
+            taken, skipped = metrics["updates_taken"], metrics["updates_skipped"]
+            self.say(f"  KL above kl_stop after {taken} update(s) of this rollout: {skipped} skipped")
         for warning in self._warnings(metrics):
             self.say(f"warning: {warning}")
         if self.bar is not None:

@@ -30,6 +30,10 @@ def learning_rate(config: OptimConfig, update: int, total_updates: int) -> float
     return config.lr * (config.lr_final + (1.0 - config.lr_final) * shape)
 
 
+class StepError(FloatingPointError):
+    """A number that must not reach the weights. The message names it and the likely cause; no step was taken."""
+
+
 class Optimizer:
     """Steps the parameters; gradients are whatever backward passes have added since the last `step` or `zero_grad`."""
 
@@ -61,12 +65,12 @@ class Optimizer:
     def step(self, lr: float) -> float:
         """Clip, update, clear the gradients. Returns the gradient norm before clipping.
 
-        Raises FloatingPointError, with the weights untouched, when the norm is not finite.
+        Raises StepError, with the weights untouched, when the norm is not finite.
         """
         gradients = [p.grad for p in self.masters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if not torch.isfinite(norm):
-            raise FloatingPointError(
+            raise StepError(
                 f"grad_norm: {float(norm)}; the step was not taken. Lower lr, set grad_clip, or use dtype float32"
             )
         if self.config.grad_clip > 0:

@@ -62,8 +62,8 @@ class RunFolder:
         self.rollouts = JsonLines(self.path / "rollouts.jsonl")
 
     @classmethod
-    def open(cls, config: Config) -> "RunFolder":
-        """Make the folder of a new run, or find the one to resume.
+    def find(cls, config: Config) -> "RunFolder":
+        """The folder of a new run, which `create` makes, or the one to resume.
 
         Raises ConfigError when a new run's folder already holds a run, or a resumed run's settings differ from its own.
         """
@@ -74,13 +74,18 @@ class RunFolder:
         path = Path(config.run.out) if config.run.out else _fresh_name(config)
         if (path / "config.toml").exists():
             raise ConfigError(f"out: {str(path)!r} already holds a run; add --resume to go on, or name another folder")
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            write_toml(config, path / "config.toml")
-        except OSError as error:
-            raise ConfigError(f"out: {str(path)!r} cannot be written ({error.strerror}); name another folder") from None
-        (path / "env.json").write_text(json.dumps(environment(), indent=2) + "\n")
         return cls(path)
+
+    def create(self, config: Config) -> None:
+        """Make the folder of a new run, once everything else is known to work. Raises ConfigError."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_toml(config, self.path / "config.toml")
+            (self.path / "env.json").write_text(json.dumps(environment(), indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"out: {str(self.path)!r} cannot be written ({error.strerror}); name another folder"
+            ) from None
 
     def _check_same_settings(self, config: Config) -> None:
         saved = self.path / "config.toml"

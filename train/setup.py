@@ -42,7 +42,7 @@ def build(config: Config, *, checkpoint_model: Path | None = None, choices: Choi
 
     Raises ConfigError (settings), LoadError (model) and whatever the task says of its own parameters.
     """
-    chosen: Choices = dict(choices or {"threads": config.run.threads or os.cpu_count() or 1})
+    chosen: Choices = dict(choices or {"threads": config.run.threads or available_cores()})
     torch.set_num_threads(int(chosen["threads"]))
     task = load_task(config.task, config.eval.eval_size)
     rewards = RewardSet(config.reward, task)
@@ -74,6 +74,13 @@ def build(config: Config, *, checkpoint_model: Path | None = None, choices: Choi
         choices=chosen,
         notes=tuple(note for note in (*loaded.notes, *task.notes, prompts.note, held_out.note) if note),
     )
+
+
+def available_cores() -> int:
+    """Cores that this process may use; a container or taskset may grant fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _model(config: Config, choices: Choices, checkpoint_model: Path | None) -> LoadedModel:

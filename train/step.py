@@ -20,10 +20,7 @@ from rhotrain.kernels.spec import Objective
 from rhotrain.model.attention import PackedContext
 from rhotrain.model.load import LoadedModel
 from rhotrain.train.batching import MicroBatch, TokenTable
-
-
-class StepError(RuntimeError):
-    """A number that must not reach the optimiser; the message names the completion and the likely cause."""
+from rhotrain.train.optim import StepError
 
 
 @dataclass

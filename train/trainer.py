@@ -78,7 +78,7 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.folder = RunFolder.open(config)
+        self.folder = RunFolder.find(config)
         self.step_index = 0
         self.num_tokens = 0
         self.before: EvalResult | None = None
@@ -89,6 +89,7 @@ class Trainer:
             self._restore(saved)
         else:
             self.parts = build(config)
+            self.folder.create(config)
         self.console = Console(steps=config.run.steps, first_step=self.step_index)
 
     # ------------------------------------------------------------------ state
@@ -133,7 +134,7 @@ class Trainer:
         def on_finish(prompt: int, member: int, completion: Completion) -> None:
             nonlocal finished
             finished += 1
-            self.console.rollout_progress(finished, total)
+            self.console.phase("rollout", finished, total)
 
         with clock.phase("rollout"):
             groups = self.parts.engine.generate(
@@ -184,7 +185,13 @@ class Trainer:
         rollout = self.rollout(clock)
         with clock.phase("update"):
             table, advantages = self.table(rollout)
-            done = run_updates(self.parts.learner, table, len(rollout.groups), rollout_index=rollout.index)
+            done = run_updates(
+                self.parts.learner,
+                table,
+                len(rollout.groups),
+                rollout_index=rollout.index,
+                on_update=lambda taken, total: self.console.phase("update", taken, total),
+            )
         self.step_index += 1
         self.num_tokens += sum(len(t.prompt_ids) + t.num_tokens for t in table.trajectories)
         rewards = rollout.rewards

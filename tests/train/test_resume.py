@@ -127,11 +127,11 @@ def test_resume_refuses_other_settings_and_empty_folders(tmp_path: Path, whole: 
 
     saved = read_toml(whole / "config.toml")
     with pytest.raises(ConfigError, match=r"resume: lr was 0.001 and is now 0.5"):
-        RunFolder.open(build({**saved, "lr": 0.5, "resume": True, "out": str(whole)}))
+        RunFolder.find(build({**saved, "lr": 0.5, "resume": True, "out": str(whole)}))
     with pytest.raises(ConfigError, match="already holds a run; add --resume"):
-        RunFolder.open(build({**saved, "out": str(whole)}))
+        RunFolder.find(build({**saved, "out": str(whole)}))
     with pytest.raises(ConfigError, match="holds no run to resume"):
-        RunFolder.open(build({**saved, "resume": True, "out": str(tmp_path / "nothing")}))
+        RunFolder.find(build({**saved, "resume": True, "out": str(tmp_path / "nothing")}))
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         latest_checkpoint(tmp_path)
 

@@ -1,0 +1,196 @@
+"""The whole loop on the tiny model: every objective preset, KL forms, truncated sampling, dtypes, files, the ratio."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_train import one_thread
+
+from rhotrain.train.config import Config
+from rhotrain.train.presets import PRESETS, preset
+from rhotrain.train.settings import build, merge
+from rhotrain.train.trainer import Clock, RunResult, Trainer, train
+
+SMALL: dict[str, Any] = {
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "steps": 2,
+    "eval_size": 0,
+    "lr": 1e-3,
+    "train_size": 60,
+    "threads": 1,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads() -> Any:
+    with one_thread():
+        yield
+
+
+def config(folder: Path, *layers: dict[str, Any], **values: Any) -> Config:
+    return build(merge([preset("tiny-sums").layer, *layers, SMALL, values, {"out": str(folder / "run")}]))
+
+
+def run(folder: Path, *layers: dict[str, Any], **values: Any) -> list[dict[str, Any]]:
+    result = train(config(folder, *layers, **values))
+    return rows(result)
+
+
+def rows(result: RunResult) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", [name for name, p in PRESETS.items() if p.kind == "algorithm"])
+def test_every_algorithm_preset_trains(tmp_path: Path, name: str) -> None:
+    layer = {k: v for k, v in preset(name).layer.items() if k not in SMALL}
+    steps = run(tmp_path, layer, minibatches_per_rollout=2)
+    assert [s["step"] for s in steps] == [1, 2]
+    taken = [u for s in steps for u in s.get("updates", [])]
+    assert taken, "no update was taken, the test shows nothing"
+    assert all(torch.isfinite(torch.tensor([u["grad_norm"], u["policy_loss"]])).all() for u in taken)
+    assert sum(u["grad_norm"] for u in taken) > 0
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.6},
+        {"temperature": 1.3},
+        {"top_k": 4},
+        {"top_p": 0.8, "temperature": 0.7},
+        {"min_p": 0.1},
+        {"min_new_tokens": 2},
+    ],
+    ids=str,
+)
+def test_the_ratio_is_one_at_the_first_update(tmp_path: Path, sampling: dict[str, Any]) -> None:
+    """The sampler's own numbers are the denominator, so anything but 1 would be a different distribution."""
+    steps = run(tmp_path, **sampling, max_new_tokens=6)
+    for step in steps:
+        assert step["sampling/sampling_logp_difference/max"] < 2e-5
+        assert abs(step["ratio/min"] - 1) < 2e-5 and abs(step["ratio/max"] - 1) < 2e-5
+        assert step["clip_ratio/region_mean"] == 0
+        truncated = set(sampling) - {"temperature"}
+        assert (step["kept_mass"] < 1) if truncated else (step["kept_mass"] == 1)
+
+
+def test_ignored_truncation_is_off_by_the_kept_mass_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With truncation=ignore the trainer scores the full softmax: the sampler's number is the same full one."""
+    steps = run(tmp_path, top_k=2, truncation="ignore")
+    assert "truncation=ignore" in capsys.readouterr().out
+    assert steps[0]["kept_mass"] < 1 and abs(steps[0]["ratio/mean"] - 1) < 2e-5
+
+
+def test_clip_comes_alive_after_the_first_update(tmp_path: Path) -> None:
+    steps = run(tmp_path, num_iterations=4, lr=5e-3, steps=1)
+    shares = [u["clip_ratio/region_mean"] for u in steps[0]["updates"]]
+    spread = [u["ratio/max"] - u["ratio/min"] for u in steps[0]["updates"]]
+    assert len(shares) == 4 and shares[0] == 0 and shares[-1] > 0
+    assert spread[0] < 1e-4 < spread[1]
+    assert steps[0]["policy_version"] == 4
+
+
+def test_kl_in_reward_is_k1_of_each_completion_and_changes_the_advantages(tmp_path: Path) -> None:
+    trainer = Trainer(config(tmp_path, kl_in_reward=0.5, steps=3, lr=5e-3))
+    assert trainer.parts.reference is not None
+    trainer.step()  # so that policy and reference differ
+    rollout = trainer.rollout(Clock())
+    table, _ = trainer.table(rollout)
+    penalised_PG = trainer._penalised(rollout.rewards.total, table)
+    assert table.ref_logprobs is not None and (penalised_PG != rollout.rewards.total).any()
+    for t in table.trajectories:
+        ids = torch.tensor([t.prompt_ids + t.completion.token_ids])
+        model = trainer.parts.reference
+        from rhotrain.model.attention import PackedContext
+
+        with torch.no_grad(), model.with_attention(PackedContext.make([ids.numel()])):
+            hidden_TH = model.hidden(ids[0], torch.arange(ids.numel()))
+            logits_TV = model.head.logits(hidden_TH)[:, : model.vocab_size].double()
+        reference = torch.log_softmax(logits_TV, -1)[len(t.prompt_ids) - 1 : -1]
+        reference_N = reference.gather(1, torch.tensor(t.completion.token_ids)[:, None])[:, 0]
+        k1 = (torch.tensor(t.completion.logprobs, dtype=torch.float64) - reference_N).sum()
+        expected = rollout.rewards.total[t.group, t.member] - 0.5 * k1
+        assert float(penalised_PG[t.group, t.member]) == pytest.approx(float(expected), abs=1e-4)
+    trainer.folder.close()
+
+
+def test_no_reference_is_loaded_without_a_kl(tmp_path: Path) -> None:
+    trainer = Trainer(config(tmp_path))
+    assert trainer.parts.reference is None
+
+
+@pytest.mark.parametrize(
+    "values", [{"dtype": "bfloat16"}, {"dtype": "float64"}, {"gradient_checkpointing": True}], ids=str
+)
+def test_other_dtypes_and_checkpointing(tmp_path: Path, values: dict[str, Any]) -> None:
+    trainer = Trainer(config(tmp_path, **values))
+    masters = trainer.parts.learner.optimizer.masters
+    before = [p.detach().clone() for p in masters]
+    metrics = trainer.step()
+    # The masters: a bf16 norm weight of 1 does not see a step of 1e-3, its float32 master does.
+    assert metrics["updates_taken"] == 1 and all(not torch.equal(a, b) for a, b in zip(before, masters))
+    assert trainer.parts.learner.anchor == ("fresh" if values.get("dtype") == "bfloat16" else "sampler")
+    if values.get("dtype") == "bfloat16":
+        assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
+        assert {m.dtype for m in masters} == {torch.float32}
+    trainer.folder.close()
+
+
+def test_jsonl_task_with_a_reward_file_and_unscorable_completions(tmp_path: Path) -> None:
+    questions = tmp_path / "sums.jsonl"
+    questions.write_text("".join(json.dumps({"prompt": f"{a}+1=", "answer": str(a + 1)}) + "\n" for a in range(9)))
+    rewards = tmp_path / "mine.py"
+    rewards.write_text(
+        "def digits(completions, answer, **fields):\n"
+        "    return [None if len(c) > 1 else float(c == a) for c, a in zip(completions, answer)]\n"
+    )
+    steps = run(tmp_path, task=str(questions), rewards=(f"{rewards}:digits",), task_args={})
+    assert all(f"rewards/digits/{kind}" in steps[0] for kind in ("mean", "std"))
+    logged = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert len(logged) == 2 * 16
+    for row in logged:
+        assert (row["reward"] is None) == (len(row["completion"]) > 1)
+        assert row["reward"] is not None or row["advantage"] == 0.0
+    assert any(row["reward"] is None for row in logged) == (
+        steps[0]["frac_unscorable"] + steps[1]["frac_unscorable"] > 0
+    )
+
+
+def test_a_failing_reward_function_is_counted_and_nothing_is_learned(tmp_path: Path) -> None:
+    rewards = tmp_path / "broken.py"
+    rewards.write_text("def broken(completions, **fields):\n    raise RuntimeError('out of tea')\n")
+    trainer = Trainer(config(tmp_path, rewards=(f"{rewards}:broken",), eval_metric="task"))
+    before = [p.detach().clone() for p in trainer.parts.loaded.parameters()]
+    metrics = trainer.step()
+    assert metrics["reward_failures"] == 16 and metrics["frac_unscorable"] == 1.0 and metrics["updates_taken"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.parts.loaded.parameters()))
+    assert trainer.parts.loaded.policy_version == 0 and trainer.parts.learner.updates == 0
+    trainer.folder.close()
+
+
+def test_trl_metric_names_are_there(tmp_path: Path) -> None:
+    step = run(tmp_path, objective="cispo")[0]
+    names = {
+        *("reward", "reward_std", "frac_reward_zero_std", "num_tokens", "step_time", "entropy", "kl", "policy_loss"),
+        *("rewards/task/mean", "rewards/task/std", "completions/mean_length", "completions/min_length"),
+        *("completions/max_length", "completions/clipped_ratio", "completions/mean_terminated_length"),
+        *("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio", "grad_norm"),
+        *("sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/max", "learning_rate"),
+        *("time/rollout", "time/reward", "time/update", "tok_per_s", "ratio/mean", "log_ratio/abs_max"),
+    }
+    assert names <= step.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_tiny_sums_learns(tmp_path: Path, seed: int) -> None:
+    """The default preset: held-out accuracy must rise by more than five standard errors of its own measurement."""
+    layer = preset("tiny-sums").layer
+    result = train(build(merge([layer, {"out": str(tmp_path / "run"), "seed": seed}])))
+    assert result.before is not None and result.after is not None
+    assert result.after.mean_at_n > result.before.mean_at_n + 0.1
