@@ -71,11 +71,9 @@ def adopt_model(
     hf: Any = model
     refuse_by_config(hf.config, spec)
     if tokenizer is None:
-        raise LoadError(f"{spec}: has no tokenizer; name one with tokenizer=")
+        raise LoadError(f"{spec}: has no tokenizer; save one into the model's folder")
     if need_chat_template and not getattr(tokenizer, "chat_template", None):
-        raise LoadError(
-            f"{spec}: its tokenizer has no chat template; use template='raw', or name another with tokenizer="
-        )
+        raise LoadError(f"{spec}: its tokenizer has no chat template; use template='raw', or save one with a template")
     dropout = zero_dropout(model)
     _use_our_attention(hf)
     hf.train()
@@ -85,6 +83,11 @@ def adopt_model(
     hf.generation_config = sources.only_ids(generation)
     positions, position_notes = _max_positions(hf.config.get_text_config())
     rows = _head_rows(model)
+    embedded = hf.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > embedded:
+        raise LoadError(
+            f"{spec}: its tokenizer has {len(tokenizer)} ids, but the model embeds {embedded}; the two do not fit"
+        )
     dropout_notes = (f"dropout set to 0 (asked for: {dropout.describe()})",) if dropout.values else ()
     loaded = LoadedModel(
         model=model,

@@ -110,7 +110,7 @@ def read_tokenizer(spec: str, source: str, options: dict[str, str]) -> Any:
     try:
         return attempt(spec, "tokenizer", lambda: AutoTokenizer.from_pretrained(source, **options))
     except LoadError as error:
-        raise LoadError(f"{error}; name a folder or hub id that has one with tokenizer=") from error.__cause__
+        raise LoadError(f"{error}; save one into the model's folder") from error.__cause__
 
 
 def read_weights(spec: str, source: str, dtype: torch.dtype, options: dict[str, str]) -> tuple[Any, tuple[str, ...]]:

@@ -6,6 +6,7 @@ state: chosen anew it could change the order of a sum, and with it every later b
 """
 
 import os
+import pickle
 import random
 import re
 import shutil
@@ -101,9 +102,11 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     """The trainer's state of a checkpoint. Only tensors and plain values are unpickled."""
     try:
         state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError) as error:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        older = [path.name for path in checkpoints(checkpoint.parent.parent) if path != checkpoint]
+        fix = f"remove {checkpoint.name}, and {older[-1]} is taken" if older else "no other is there; start a new run"
         raise CheckpointError(
-            f"resume: {checkpoint / STATE_FILE} cannot be read ({error}); remove the folder"
+            f"resume: {checkpoint / STATE_FILE} is damaged ({type(error).__name__}); {fix}"
         ) from error
     assert isinstance(state, dict)
     return state

@@ -70,7 +70,10 @@ def model_positions(spec: str) -> int | None:
         return PRESET_POSITIONS[spec]
     stored = Path(spec) / "config.json"
     if stored.is_file():
-        return _positions_in(json.loads(stored.read_text(encoding="utf-8")))
+        try:
+            return _positions_in(json.loads(stored.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise wrong("model", spec, f"its config.json is not JSON ({error}); take a whole model folder") from None
     from rhotrain.model.loaded import quiet_transformers
     from rhotrain.model.sources import read_config, resolve_spec
 
@@ -80,27 +83,34 @@ def model_positions(spec: str) -> int | None:
 
 
 def check_positions(spec: str, *, max_prompt_tokens: int, max_new_tokens: int) -> None:
-    """Raise ConfigError when a prompt and its completion may outgrow the model's positions."""
+    """Raise ConfigError when a prompt of that length and its completion outgrow the model's positions."""
     limit = model_positions(spec)
     total = max_prompt_tokens + max_new_tokens
     if limit is not None and total > limit:
         raise wrong(
-            "max_prompt_tokens",
-            max_prompt_tokens,
-            f"with max_new_tokens {max_new_tokens} a sequence may take {total} tokens, but {spec} has {limit} "
-            "positions; lower one of the two",
+            "max_new_tokens",
+            max_new_tokens,
+            f"after a prompt of {max_prompt_tokens} tokens (max_prompt_tokens) a sequence takes {total} tokens, but "
+            f"{spec} has {limit} positions; lower one of the two",
         )
 
 
-def check_before_loading(config: Config) -> None:
+def given_prompt_tokens(given: Layer) -> int:
+    """The prompt length that positions are checked with before the prompts are there: max_prompt_tokens where somebody
+    set it, else the shortest prompt; its default says nothing of this task. `setup.py` checks the real lengths."""
+    return int(given.get("max_prompt_tokens", 1))
+
+
+def check_before_loading(config: Config, given: Layer) -> None:
     """Everything about a training run that can be judged without the model's weights. Raises ConfigError, LoadError.
 
+    given: the settings that presets, files and flags set.
     Whether reward functions exist is found when RewardSet is made, before the model too.
     """
     check_task(config.task)
     check_positions(
         config.model.model,
-        max_prompt_tokens=config.task.max_prompt_tokens,
+        max_prompt_tokens=given_prompt_tokens(given),
         max_new_tokens=config.rollout.max_new_tokens,
     )
     from rhotrain.train.rewards import metric_config, parse_rewards

@@ -93,7 +93,7 @@ def train(argv: Sequence[str]) -> int:
     parsed = parse(TRAIN, argv)
     config = parsed.config()
     check_flags_act(config, parsed.given)
-    check_before_loading(config)
+    check_before_loading(config, parsed.layer)
     if parsed.extras["dry_run"]:
         print(to_toml(config), end="")
         return 0
@@ -181,7 +181,7 @@ def _check_engine(layer: Layer) -> None:
 
 def evaluate(argv: Sequence[str]) -> int:
     """`rhotrain eval`."""
-    from rhotrain.train.checks import check_positions
+    from rhotrain.train.checks import check_positions, given_prompt_tokens
     from rhotrain.train.tasks import check_task
 
     parsed = parse(EVAL, argv)
@@ -197,7 +197,7 @@ def evaluate(argv: Sequence[str]) -> int:
             **{name: _value(layer, name) for name in ("max_new_tokens", *STOP_FIELDS)},
         )
     check_task(task)
-    check_positions(model.model, max_prompt_tokens=task.max_prompt_tokens, max_new_tokens=sampling.max_new_tokens)
+    check_positions(model.model, max_prompt_tokens=given_prompt_tokens(layer), max_new_tokens=sampling.max_new_tokens)
     return _run_evaluation(parsed, task, settings_, sampling)
 
 
@@ -250,7 +250,7 @@ def sample(argv: Sequence[str]) -> int:
     with _refusals():
         names = (*SAMPLING_FIELDS, *STOP_FIELDS)
         sampling = SamplingParams(seed=_value(layer, "seed"), **{name: _value(layer, name) for name in names})
-    check_positions(model.model, max_prompt_tokens=0, max_new_tokens=sampling.max_new_tokens)
+    check_positions(model.model, max_prompt_tokens=1, max_new_tokens=sampling.max_new_tokens)
     return _run_sampling(parsed, task, sampling, n)
 
 

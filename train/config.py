@@ -94,7 +94,7 @@ class RewardConfig:
     """`NAME` or `NAME*WEIGHT`: built in (`task`, `exact`, `last_number`, `bare_number`, `math`, `regex`, `length`,
     `repetition`), `package.module:function`, or `path/to/file.py:function`."""
     reward_args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments by function name: {"regex": {"pattern": "..."}}."""
+    """Keyword arguments by function name; as a flag: --reward-args regex.pattern=... length.max_tokens=20."""
     reward_timeout: float = 30.0
     """Seconds that one call may take; a call that takes longer makes its completions unscorable."""
 

@@ -49,7 +49,7 @@ def step_line(step: int, steps: int, m: Metrics) -> str:
     width = len(str(steps))
     parts = [
         f"step {step:>{width}}/{steps}",
-        f"reward {m['reward']:6.3f}",
+        "reward   none" if m["reward"] is None else f"reward {m['reward']:6.3f}",
         f"len {m['completions/mean_length']:5.1f}",
     ]
     if m["updates_taken"]:
@@ -109,9 +109,12 @@ class Console:
             f"most completions hit max_new_tokens for {PATIENCE} steps; "
             "raise max_new_tokens, or ask for shorter answers in the prompt": m["completions/clipped_ratio"] > 0.5,
             f"no group carried signal for {PATIENCE} steps: every completion of a prompt gets the same reward; "
-            "raise group_size or temperature, or take easier or harder questions": m["frac_reward_zero_std"] == 1.0,
+            "raise group_size or temperature, or take easier or harder questions": m["frac_reward_zero_std"] == 1.0
+            and m["frac_unscorable"] < 1.0,
             f"most completions were unscorable for {PATIENCE} steps; look at the reward function's errors "
-            "and at reward_timeout": m["frac_unscorable"] > 0.5,
+            "and at reward_timeout": m["frac_unscorable"] - m["completions/error_ratio"] > 0.5,
+            f"some completions ended in an error for {PATIENCE} steps: their logits were NaN or infinite; the weights "
+            "have probably diverged, lower lr": m["completions/error_ratio"] > 0,
         }
         told = []
         for number, (text, bad) in enumerate(signs.items()):

@@ -80,6 +80,7 @@ class InnerLoop:
     updates: list[Metrics] = field(default_factory=list)
     mismatch: Metrics = field(default_factory=dict)
     stopped_by_kl: bool = False
+    kl_at_stop: float = 0.0
     skipped: int = 0
 
 
@@ -144,7 +145,7 @@ def run_updates(
             done.mismatch = mismatch_metrics(table, results)
         if 0.0 < learner.algo.kl_stop < approximate_kl(table, results):
             learner.optimizer.zero_grad()
-            done.stopped_by_kl = True
+            done.stopped_by_kl, done.kl_at_stop = True, approximate_kl(table, results)
             done.skipped += len(plan) - index
             break
         lr = learning_rate(learner.optim, learner.updates, learner.total_updates)

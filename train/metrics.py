@@ -21,6 +21,12 @@ def _mean(values: Tensor) -> float:
     return float(values.double().mean()) if values.numel() else 0.0
 
 
+def _mean_of_known(values: Tensor) -> float | None:
+    """Mean of what is not NaN; None, JSON's null, when nothing is known: 0 would look like a reward."""
+    known = values[~values.isnan()]
+    return float(known.double().mean()) if known.numel() else None
+
+
 def _quantile(values: Tensor, q: float) -> float:
     """The smallest value that a share q of all is not above. (torch.quantile refuses more than 2**24 values.)"""
     if not values.numel():
@@ -30,9 +36,8 @@ def _quantile(values: Tensor, q: float) -> float:
 
 def reward_metrics(total_PG: Tensor, parts: dict[str, Tensor], advantages: Advantages, failures: int) -> Metrics:
     """Reward means over scorable completions; NaN marks an unscorable one."""
-    known = total_PG[~total_PG.isnan()].double()
     metrics: Metrics = {
-        "reward": _mean(known),
+        "reward": _mean_of_known(total_PG),
         "reward_std": _mean(advantages.group_std_P),
         "frac_reward_zero_std": 1.0 - _mean(advantages.signal_P.double()),
         "frac_unscorable": _mean(total_PG.isnan().double()),
@@ -40,17 +45,21 @@ def reward_metrics(total_PG: Tensor, parts: dict[str, Tensor], advantages: Advan
     }
     for name, values in parts.items():
         scored = values[~values.isnan()].double()
-        metrics[f"rewards/{name}/mean"] = _mean(scored)
+        metrics[f"rewards/{name}/mean"] = _mean_of_known(values)
         metrics[f"rewards/{name}/std"] = float(scored.std()) if scored.numel() > 1 else 0.0
     return metrics
 
 
-def completion_metrics(table: TokenTable) -> Metrics:
-    """Lengths in tokens, the share that hit max_new_tokens, and the mass of the kept sets."""
+def completion_metrics(table: TokenTable, num_errors: int = 0) -> Metrics:
+    """Lengths in tokens, the shares that hit max_new_tokens and that failed, and the mass of the kept sets."""
     lengths = torch.tensor([t.num_tokens for t in table.trajectories], dtype=torch.float64)
-    ended = torch.tensor([t.completion.finish_reason == "stop" for t in table.trajectories])
-    metrics: Metrics = {"completions/clipped_ratio": 1.0 - _mean(ended.double()), "kept_mass": _mean(table.kept_mass)}
-    for name, values in (("length", lengths), ("terminated_length", lengths[ended] if len(lengths) else lengths)):
+    ended = torch.tensor([t.completion.finish_reason == "stop" for t in table.trajectories], dtype=torch.bool)
+    metrics: Metrics = {
+        "completions/clipped_ratio": _mean((~ended).double()),
+        "completions/error_ratio": num_errors / max(1, num_errors + len(table.trajectories)),
+        "kept_mass": _mean(table.kept_mass),
+    }
+    for name, values in (("length", lengths), ("terminated_length", lengths[ended])):
         metrics[f"completions/mean_{name}"] = _mean(values)
         metrics[f"completions/min_{name}"] = float(values.min()) if values.numel() else 0.0
         metrics[f"completions/max_{name}"] = float(values.max()) if values.numel() else 0.0

@@ -113,15 +113,19 @@ def _messages(messages: Any, where: str) -> tuple[dict[str, Any], ...]:
 def _read_jsonl(path: Path, config: TaskConfig) -> list[Question]:
     """Every row of the file, duplicates included. Raises ConfigError with file and line."""
     questions = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from None
-            questions.append(_question(row, config, f"{path}:{number}"))
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        broken = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{broken}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from None
+        questions.append(_question(row, config, f"{path}:{number}"))
     if not questions:
         raise ConfigError(f"{path}: no rows; need one JSON object per line")
     return questions

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 import torch
 
+from rhotrain.train.checkpoint import checkpoints
 from rhotrain.train.config import Config, ConfigError
 from rhotrain.train.settings import layer_of, read_toml, write_toml
 
@@ -73,13 +74,15 @@ class RunFolder:
             return folder
         path = Path(config.run.out) if config.run.out else _fresh_name(config)
         if (path / "config.toml").exists():
-            raise ConfigError(f"out: {str(path)!r} already holds a run; add --resume to go on, or name another folder")
+            ended = "add --resume to go on" if checkpoints(path) else "it ended before its first checkpoint, remove it"
+            raise ConfigError(f"out: {str(path)!r} already holds a run; {ended}, or name another folder")
         return cls(path)
 
     def create(self, config: Config) -> None:
         """Make the folder of a new run, once everything else is known to work. Raises ConfigError."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "config.toml").touch(exist_ok=False)  # two runs may have started at once
             write_toml(config, self.path / "config.toml")
             (self.path / "env.json").write_text(json.dumps(environment(), indent=2) + "\n")
         except OSError as error:
@@ -87,12 +90,18 @@ class RunFolder:
                 f"out: {str(self.path)!r} cannot be written ({error.strerror}); name another folder"
             ) from None
 
+    def note_settings(self, config: Config) -> None:
+        """Keep config.toml true for a resumed run, whose length and logging may be others."""
+        write_toml(replace(config, run=replace(config.run, resume=False)), self.path / "config.toml")
+
     def _check_same_settings(self, config: Config) -> None:
         saved = self.path / "config.toml"
         if not saved.is_file():
             raise ConfigError(f"out: {str(self.path)!r} holds no run to resume (no config.toml); check the path")
         before, now = read_toml(saved), layer_of(config)
-        changed = sorted(k for k, v in now.items() if k not in FREE_ON_RESUME and before.get(k, v) != v)
+        # A schedule other than constant is stretched over the steps, so another number changes every rate.
+        free = FREE_ON_RESUME - ({"steps"} if now["schedule"] != "constant" else set())
+        changed = sorted(k for k, v in now.items() if k not in free and before.get(k, v) != v)
         if changed:
             raise ConfigError(
                 f"resume: {changed[0]} was {before[changed[0]]!r} and is now {now[changed[0]]!r}; a resumed run keeps "

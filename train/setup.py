@@ -15,7 +15,7 @@ from rhotrain.train.data import EncodedPrompt, PromptData, PromptStream
 from rhotrain.train.inner_loop import Learner
 from rhotrain.train.optim import Optimizer
 from rhotrain.train.rewards import RewardSet, metric_config
-from rhotrain.train.tasks import load_task
+from rhotrain.train.tasks import Task, load_task
 
 Choices = dict[str, Any]
 """What was measured or looked up at start; checkpoints keep it, since a new choice could change the order of a sum."""
@@ -23,7 +23,7 @@ Choices = dict[str, Any]
 
 @dataclass
 class Parts:
-    """Everything a run works with. reference is None unless a KL is asked for."""
+    """Everything a run works with. reference: None unless a KL is asked for. scorer: None without an evaluation."""
 
     loaded: LoadedModel
     reference: LoadedModel | None
@@ -32,7 +32,7 @@ class Parts:
     stream: PromptStream
     held_out: tuple[EncodedPrompt, ...]
     rewards: RewardSet
-    scorer: RewardSet
+    scorer: RewardSet | None
     choices: Choices
     notes: tuple[str, ...]
 
@@ -46,12 +46,12 @@ def build(config: Config, *, checkpoint_model: Path | None = None, choices: Choi
     torch.set_num_threads(int(chosen["threads"]))
     task = load_task(config.task, config.eval.eval_size)
     rewards = RewardSet(config.reward, task)
-    scorer = RewardSet(metric_config(config.reward, config.eval.eval_metric), task)
+    scorer = _scorer(config, task)
     loaded = _model(config, chosen, checkpoint_model)
     prompts = PromptData.encode(task.train, config.task, loaded.tokenizer)
     held_out = PromptData.encode(task.held_out, config.task, loaded.tokenizer)
     lengths = [len(p.token_ids) for p in (*prompts.prompts, *held_out.prompts)]
-    _check_positions(config, loaded, max(lengths))
+    _check_model(config, loaded, max(lengths))
     learner = Learner(
         loaded=loaded,
         optimizer=Optimizer(loaded.parameters(), config.optim),
@@ -76,6 +76,16 @@ def build(config: Config, *, checkpoint_model: Path | None = None, choices: Choi
     )
 
 
+def _scorer(config: Config, task: Task) -> RewardSet | None:
+    """The evaluation's metric; None when nothing is evaluated. Raises ConfigError that names eval_metric."""
+    if config.eval.eval_size == 0:
+        return None
+    try:
+        return RewardSet(metric_config(config.reward, config.eval.eval_metric), task)
+    except ConfigError as error:
+        raise ConfigError(f"eval_metric: {str(error).removeprefix('rewards: ')}") from None
+
+
 def available_cores() -> int:
     """Cores that this process may use; a container or taskset may grant fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
@@ -96,7 +106,13 @@ def _model(config: Config, choices: Choices, checkpoint_model: Path | None) -> L
     return loaded
 
 
-def _check_positions(config: Config, loaded: LoadedModel, longest_prompt: int) -> None:
+def _check_model(config: Config, loaded: LoadedModel, longest_prompt: int) -> None:
+    """What can only be judged with model and prompts at hand. Raises ConfigError."""
+    outside = [i for i in config.rollout.stop_token_ids if i >= loaded.vocab_size]
+    if outside:
+        raise ConfigError(
+            f"stop_token_ids: {outside} do not work; the model's vocabulary has {loaded.vocab_size} ids, remove them"
+        )
     total = longest_prompt + config.rollout.max_new_tokens
     if loaded.max_positions is not None and total > loaded.max_positions:
         raise ConfigError(
@@ -123,10 +139,18 @@ def _engine(config: Config, loaded: LoadedModel, choices: Choices, longest_promp
     rollout = config.rollout
     if "num_pages" not in choices and rollout.kv_memory_gib == 0.0:
         choices["num_pages"] = _num_pages(config, loaded, longest_prompt)
+    memory = int(rollout.kv_memory_gib * 2**30)
+    one = plan_pages(loaded, [longest_prompt], 1, rollout.max_new_tokens, rollout.page_size)
+    if memory and memory < one * page_bytes(loaded, rollout.page_size):
+        need_gib = one * page_bytes(loaded, rollout.page_size) / 2**30
+        raise ConfigError(
+            f"kv_memory_gib: {rollout.kv_memory_gib} does not work; one prompt and its completion take {need_gib:.3g} "
+            "GiB; raise it, or set it to 0 to let it be chosen"
+        )
     return Engine(
         loaded,
         num_pages=choices.get("num_pages"),
-        kv_memory_bytes=int(rollout.kv_memory_gib * 2**30) or None,
+        kv_memory_bytes=memory or None,
         page_size=rollout.page_size,
         max_batch_tokens=rollout.max_batch_tokens,
         max_running=rollout.max_running,

@@ -27,6 +27,7 @@ from rhotrain.train.data import EncodedPrompt
 from rhotrain.train.evaluate import EvalResult, evaluate
 from rhotrain.train.inner_loop import InnerLoop, run_updates
 from rhotrain.train.metrics import Metrics, combine_updates, completion_metrics, reward_metrics
+from rhotrain.train.optim import StepError
 from rhotrain.train.rewards import RewardBatch, Rewards
 from rhotrain.train.run_folder import RunFolder
 from rhotrain.train.setup import Parts, build
@@ -72,6 +73,11 @@ class Rollout:
     texts: list[list[str]]
     rewards: Rewards
 
+    @property
+    def num_errors(self) -> int:
+        """Completions that ended in an error of the engine."""
+        return sum(c.finish_reason == "error" for group in self.groups for c in group)
+
 
 class Trainer:
     """One run: `run()` does all of it, `step()` one rollout with its updates."""
@@ -87,6 +93,7 @@ class Trainer:
             saved = load_state(checkpoint)
             self.parts: Parts = build(config, checkpoint_model=checkpoint / MODEL_FOLDER, choices=saved["choices"])
             self._restore(saved)
+            self.folder.note_settings(config)
         else:
             self.parts = build(config)
             self.folder.create(config)
@@ -144,13 +151,14 @@ class Trainer:
                 first_sample=self.step_index * total,
                 on_finish=on_finish,
             )
+        _refuse_all_errors(groups)
         with clock.phase("reward"):
             batch = RewardBatch.make(prompts, groups, self.parts.loaded.tokenizer)
             rewards = self.parts.rewards.score(batch)
         return Rollout(self.step_index, prompts, groups, batch.texts, rewards)
 
-    def table(self, rollout: Rollout) -> tuple[TokenTable, Advantages]:
-        """The rollout's tokens with reference logprobs, where a KL wants them, and advantages."""
+    def table(self, rollout: Rollout) -> tuple[TokenTable, Advantages, Tensor]:
+        """The rollout's tokens with reference logprobs, where a KL wants them; advantages; the KL penalty [P, G]."""
         algo, learner = self.config.algo, self.parts.learner
         table = make_table(
             [(prompt.token_ids, group) for prompt, group in zip(rollout.prompts, rollout.groups)],
@@ -161,30 +169,40 @@ class Trainer:
         if self.parts.reference is not None:
             batches = learner.pack(table, list(range(len(table.trajectories))))
             table.ref_logprobs = score(self.parts.reference, table, batches, temperature=learner.temperature)
-        total_PG = self._penalised(rollout.rewards.total, table)
+        penalty_PG = self.kl_penalty(rollout, table)
         advantages = group_advantages(
-            total_PG, scale=algo.advantage_scale, std=algo.advantage_std, eps=algo.advantage_eps
+            rollout.rewards.total - penalty_PG,
+            scale=algo.advantage_scale,
+            std=algo.advantage_std,
+            eps=algo.advantage_eps,
         )
         table.set_advantages(advantages.values_PG)
-        return table, advantages
+        return table, advantages, penalty_PG
 
-    def _penalised(self, total_PG: Tensor, table: TokenTable) -> Tensor:
-        """Rewards less kl_in_reward times k1 = logprob - ref_logprob, summed over each completion (a constant)."""
-        coefficient = self.config.algo.kl_in_reward
+    def kl_penalty(self, rollout: Rollout, table: TokenTable) -> Tensor:
+        """float64 [P, G]: kl_in_reward times k1 = logprob - ref_logprob, summed over each completion; a constant.
+
+        Both logprobs are the trainer's, by the same forward pass. The sampler's would leave its numeric noise in the
+        reward, and a group's std scales noise up to advantages of size 1 where the true KL is 0.
+        """
+        learner, coefficient = self.parts.learner, self.config.algo.kl_in_reward
+        penalty_PG = torch.zeros_like(rollout.rewards.total)
         if coefficient == 0.0:
-            return total_PG
+            return penalty_PG
         assert table.ref_logprobs is not None
-        penalised_PG, k1_N = total_PG.clone(), table.sampling_logprobs - table.ref_logprobs
+        batches = learner.pack(table, list(range(len(table.trajectories))))
+        logprobs = score(self.parts.loaded, table, batches, temperature=learner.temperature)
+        k1_N = (logprobs - table.ref_logprobs).double()
         for i, trajectory in enumerate(table.trajectories):
-            penalised_PG[trajectory.group, trajectory.member] -= coefficient * float(k1_N[table.rows(i)].sum())
-        return penalised_PG
+            penalty_PG[trajectory.group, trajectory.member] = coefficient * k1_N[table.rows(i)].sum()
+        return penalty_PG
 
     def step(self) -> Metrics:
         """One rollout and its updates; returns the step's metrics, which are also appended to the logs."""
         clock, start = Clock(), time.perf_counter()
         rollout = self.rollout(clock)
         with clock.phase("update"):
-            table, advantages = self.table(rollout)
+            table, advantages, penalty_PG = self.table(rollout)
             done = run_updates(
                 self.parts.learner,
                 table,
@@ -201,16 +219,18 @@ class Trainer:
             "updates_total": self.parts.learner.updates,
             "policy_version": self.parts.loaded.policy_version,
             **reward_metrics(rewards.total, rewards.parts, advantages, rewards.failures),
-            **completion_metrics(table),
+            **completion_metrics(table, rollout.num_errors),
             **self._update_metrics(done),
             "step_time": time.perf_counter() - start,
             **{f"time/{name}": seconds for name, seconds in clock.seconds.items()},
             "tok_per_s": len(table.token_ids) / clock.seconds["rollout"],
         }
+        if self.config.algo.kl_in_reward > 0.0:
+            metrics["kl_penalty/mean"] = float(penalty_PG.mean())
         if torch.cuda.is_available():
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self.folder.metrics.write(metrics)
-        self._log_rollout(rollout, advantages.values_PG)
+        self._log_rollout(rollout, advantages.values_PG, penalty_PG)
         return metrics
 
     def _update_metrics(self, done: InnerLoop) -> Metrics:
@@ -220,6 +240,7 @@ class Trainer:
             "updates_taken": len(done.updates),
             "updates_skipped": done.skipped,
             "stopped_by_kl": done.stopped_by_kl,
+            "kl_at_stop": done.kl_at_stop,
         }
         if self.config.algo.updates_per_rollout > 1:
             metrics["updates"] = done.updates
@@ -227,18 +248,20 @@ class Trainer:
             metrics["cispo_clip_ratio"] = metrics["clip_ratio/region_mean"]
         return metrics
 
-    def _log_rollout(self, rollout: Rollout, advantages_PG: Tensor) -> None:
+    def _log_rollout(self, rollout: Rollout, advantages_PG: Tensor, penalty_PG: Tensor) -> None:
         rewards = rollout.rewards
         for p, (prompt, group) in enumerate(zip(rollout.prompts, rollout.groups)):
             for g, completion in enumerate(group):
                 record = {
                     "step": self.step_index,
+                    "group": p,
                     "sample": completion.sample,
                     "prompt": prompt.text,
                     "completion": rollout.texts[p][g],
                     "token_ids": list(completion.token_ids),
                     "reward": _number(rewards.total[p, g]),
                     "rewards": {name: _number(part[p, g]) for name, part in rewards.parts.items()},
+                    "kl_penalty": float(penalty_PG[p, g]),
                     "advantage": float(advantages_PG[p, g]),
                     "finish_reason": completion.finish_reason,
                     "policy_version": completion.policy_version,
@@ -260,6 +283,7 @@ class Trainer:
             seed=self.config.run.seed + EVAL_SEED_OFFSET,
         )
         parts = self.parts
+        assert parts.scorer is not None
         result = evaluate(
             parts.loaded, parts.engine, parts.held_out, parts.scorer, sampling, num_samples=settings.eval_samples
         )
@@ -271,6 +295,10 @@ class Trainer:
         """Train to the last step, or to a signal; leaves a checkpoint and, at the end, the final model."""
         run, evaluates, stop = self.config.run, self.config.eval.eval_size > 0, StopRequest()
         self._announce()
+        if run.resume and self.step_index >= run.steps:
+            self.console.say(
+                f"nothing to train: the run has {self.step_index} of {run.steps} steps; raise steps to go on"
+            )
         saved_at = self.step_index if run.resume else -1
         with stop.listening():
             if evaluates and self.before is None:
@@ -314,6 +342,16 @@ class Trainer:
             )
         if config.rollout.truncation == "ignore" and config.rollout.sampling(seed=0).truncates:
             say("note: truncation=ignore scores the full softmax although the kept set was sampled: biased")
+
+
+def _refuse_all_errors(groups: list[list[Completion]]) -> None:
+    """StepError when every completion ended in an error: the weights or the settings are beyond learning from."""
+    errors = [c.error for group in groups for c in group if c.finish_reason == "error"]
+    if errors and len(errors) == sum(map(len, groups)):
+        raise StepError(
+            f"rollout: all {len(errors)} completions ended in an error, the first: {errors[0]}. Go back to a "
+            "checkpoint with a lower lr, or check temperature and dtype"
+        )
 
 
 def _number(value: Tensor) -> float | None:

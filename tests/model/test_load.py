@@ -242,7 +242,7 @@ def test_missing_tokenizer_and_template(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "a", "llama")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
-    with pytest.raises(LoadError, match=r"the tokenizer of .* name a folder or hub id that has one with tokenizer="):
+    with pytest.raises(LoadError, match=r"the tokenizer of .* save one into the model"):
         load_model(str(folder), device="cpu")
     other = save_tiny(tmp_path / "b", "mistral")
     assert load_model(str(folder), device="cpu", tokenizer=str(other)).vocab_size == 77

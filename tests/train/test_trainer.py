@@ -9,6 +9,7 @@ import torch
 from helpers_train import one_thread
 
 from rhotrain.train.config import Config
+from rhotrain.train.optim import StepError
 from rhotrain.train.presets import PRESETS, preset
 from rhotrain.train.settings import build, merge
 from rhotrain.train.trainer import Clock, RunResult, Trainer, train
@@ -100,9 +101,8 @@ def test_kl_in_reward_is_k1_of_each_completion_and_changes_the_advantages(tmp_pa
     assert trainer.parts.reference is not None
     trainer.step()  # so that policy and reference differ
     rollout = trainer.rollout(Clock())
-    table, _ = trainer.table(rollout)
-    penalised_PG = trainer._penalised(rollout.rewards.total, table)
-    assert table.ref_logprobs is not None and (penalised_PG != rollout.rewards.total).any()
+    table, _, penalty_PG = trainer.table(rollout)
+    assert table.ref_logprobs is not None and (penalty_PG != 0).all()
     for t in table.trajectories:
         ids = torch.tensor([t.prompt_ids + t.completion.token_ids])
         model = trainer.parts.reference
@@ -114,8 +114,26 @@ def test_kl_in_reward_is_k1_of_each_completion_and_changes_the_advantages(tmp_pa
         reference = torch.log_softmax(logits_TV, -1)[len(t.prompt_ids) - 1 : -1]
         reference_N = reference.gather(1, torch.tensor(t.completion.token_ids)[:, None])[:, 0]
         k1 = (torch.tensor(t.completion.logprobs, dtype=torch.float64) - reference_N).sum()
-        expected = rollout.rewards.total[t.group, t.member] - 0.5 * k1
-        assert float(penalised_PG[t.group, t.member]) == pytest.approx(float(expected), abs=1e-4)
+        assert float(penalty_PG[t.group, t.member]) == pytest.approx(0.5 * float(k1), abs=1e-4)
+    trainer.folder.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kl_in_reward_is_exactly_zero_before_the_policy_moves(tmp_path: Path, dtype: str) -> None:
+    """The sampler's noise must not become a reward: a group's std would scale it up to advantages of size 1."""
+    rewards = tmp_path / "same.py"
+    rewards.write_text("def same(completions, **fields):\n    return [0.0] * len(completions)\n")
+    layer = {"rewards": (f"{rewards}:same",), "kl_in_reward": 0.1, "dtype": dtype, "steps": 1, "advantage_eps": 0.0}
+    step = run(tmp_path, layer)[0]
+    assert step["kl_penalty/mean"] == 0.0 and step["frac_reward_zero_std"] == 1.0 and step["updates_taken"] == 0
+
+
+def test_a_policy_that_diverged_stops_the_run(tmp_path: Path) -> None:
+    trainer = Trainer(config(tmp_path))
+    with torch.no_grad():
+        trainer.parts.loaded.parameters()[0].fill_(float("nan"))
+    with pytest.raises(StepError, match=r"all 16 completions ended in an error.*NaN or infinite.*lower lr"):
+        trainer.step()
     trainer.folder.close()
 
 
@@ -167,6 +185,7 @@ def test_a_failing_reward_function_is_counted_and_nothing_is_learned(tmp_path: P
     trainer = Trainer(config(tmp_path, rewards=(f"{rewards}:broken",), eval_metric="task"))
     before = [p.detach().clone() for p in trainer.parts.loaded.parameters()]
     metrics = trainer.step()
+    assert metrics["reward"] is None and metrics["rewards/broken/mean"] is None
     assert metrics["reward_failures"] == 16 and metrics["frac_unscorable"] == 1.0 and metrics["updates_taken"] == 0
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.parts.loaded.parameters()))
     assert trainer.parts.loaded.policy_version == 0 and trainer.parts.learner.updates == 0
