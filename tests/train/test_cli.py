@@ -292,6 +292,9 @@ def test_positions_of_a_folder_are_read_without_its_weights(folder: Path) -> Non
     Path("nested").mkdir()
     Path("nested/config.json").write_text('{"text_config": {"max_position_embeddings": 32}}')
     assert model_positions("nested") == 32
+    Path("nested/config.json").write_text("{oops")
+    with pytest.raises(ConfigError, match=r"model: 'nested' does not work; its config.json is not JSON"):
+        model_positions("nested")
     Path("endless").mkdir()
     Path("endless/config.json").write_text("{}")
     assert model_positions("endless") is None

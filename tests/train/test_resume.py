@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rhotrain.train.checkpoint import CheckpointError, checkpoints, latest_checkpoint
+from rhotrain.train.checkpoint import CheckpointError, checkpoints, latest_checkpoint, load_state
 from rhotrain.train.config import ConfigError
 from rhotrain.train.settings import read_toml
 
@@ -134,6 +134,38 @@ def test_resume_refuses_other_settings_and_empty_folders(tmp_path: Path, whole: 
         RunFolder.find(build({**saved, "resume": True, "out": str(tmp_path / "nothing")}))
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         latest_checkpoint(tmp_path)
+
+
+def test_another_number_of_steps_is_refused_where_the_schedule_depends_on_it(whole: Path) -> None:
+    from rhotrain.train.run_folder import RunFolder
+    from rhotrain.train.settings import build
+
+    longer = {**read_toml(whole / "config.toml"), "steps": STEPS + 5, "resume": True, "out": str(whole)}
+    with pytest.raises(ConfigError, match=rf"resume: steps was {STEPS} and is now {STEPS + 5}"):
+        RunFolder.find(build(longer))  # the whole run has a cosine schedule
+
+
+def test_two_runs_cannot_share_a_folder_and_a_dead_one_is_named(tmp_path: Path) -> None:
+    from rhotrain.train.run_folder import RunFolder
+    from rhotrain.train.settings import build
+
+    config = build({"out": str(tmp_path / "run")})
+    first, second = RunFolder.find(config), RunFolder.find(config)
+    first.create(config)
+    with pytest.raises(ConfigError, match=r"cannot be written .File exists."):
+        second.create(config)
+    with pytest.raises(ConfigError, match="ended before its first checkpoint, remove it, or name another folder"):
+        RunFolder.find(config)
+
+
+def test_a_damaged_checkpoint_names_the_one_before(tmp_path: Path, whole: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for checkpoint in checkpoints(whole):
+        (tmp_path / "checkpoints" / checkpoint.name).mkdir()
+        (tmp_path / "checkpoints" / checkpoint.name / "trainer.pt").write_bytes(b"not a checkpoint")
+    last = latest_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"is damaged .*remove {last.name}, and step-{STEPS - 2:06d} is taken"):
+        load_state(last)
 
 
 def test_a_half_written_checkpoint_is_not_taken(tmp_path: Path, whole: Path) -> None:

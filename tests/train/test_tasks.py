@@ -224,6 +224,15 @@ def test_jsonl_errors_name_file_and_line(tmp_path: Path, line: Any, words: list[
         assert word in str(caught.value)
 
 
+def test_jsonl_that_is_not_utf8_names_the_line_and_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n')
+    with pytest.raises(ConfigError, match=r"latin.jsonl:2: not UTF-8 .*save the file as UTF-8"):
+        load_task(TaskConfig(task=str(path)), 0)
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')
+    assert [q.prompt for q in load_task(TaskConfig(task=str(path)), 0).train] == ["a"]
+
+
 def test_jsonl_missing_column_and_empty_file(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "q.jsonl", [{"question": "a"}])
     with pytest.raises(ConfigError, match=r"q\.jsonl:1: no 'ask' \(prompt_column\); the row has: question"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers_train import one_thread
 
-from rhotrain.train.config import Config
+from rhotrain.train.config import Config, ConfigError
 from rhotrain.train.optim import StepError
 from rhotrain.train.presets import PRESETS, preset
 from rhotrain.train.settings import build, merge
@@ -203,6 +203,27 @@ def test_trl_metric_names_are_there(tmp_path: Path) -> None:
         *("time/rollout", "time/reward", "time/update", "tok_per_s", "ratio/mean", "log_ratio/abs_max"),
     }
     assert names <= step.keys()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stop_token_ids": (99999,)}, r"stop_token_ids: \[99999\] do not work; the model's vocabulary has 16 ids"),
+        ({"kv_memory_gib": 1e-8}, r"kv_memory_gib: 1e-08 does not work; one prompt and its completion take .* GiB"),
+        ({"eval_size": 10, "eval_metric": "nope"}, r"eval_metric: .*nope"),
+        (
+            {"max_prompt_tokens": 4, "long_prompts": "tail", "max_new_tokens": 64},
+            r"max_new_tokens: 64 after a prompt of",
+        ),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_settings_that_do_not_fit_the_model_are_refused_and_leave_no_folder(
+    tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(config(tmp_path, **values))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
