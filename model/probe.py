@@ -87,6 +87,11 @@ def _probe(loaded: LoadedModel) -> None:
     with torch.no_grad():
         check_calls(loaded, loaded.layer_calls(sequences[0]))
         hidden_TH = packed_hidden(loaded, sequences)
+        if not torch.isfinite(hidden_TH).all():
+            raise LoadError(
+                f"{loaded.spec}: its hidden states are NaN or infinite on plain token ids; its weights are damaged, "
+                "take an earlier checkpoint"
+            )
         if not torch.equal(hidden_TH, packed_hidden(loaded, sequences)):
             raise LoadError(
                 f"{loaded.architecture}: two forwards in train mode differ, so dropout or other noise is left that "

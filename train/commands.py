@@ -220,7 +220,7 @@ def _run_evaluation(parsed: Parsed, task_config: TaskConfig, settings_: EvalConf
     with _refusals():
         engine = _engine(loaded, layer, [len(p.token_ids) for p in prompts], n, sampling.max_new_tokens)
         result = measure(loaded, engine, prompts, scorer, sampling, num_samples=n, num_examples=show)
-    pass_error = math.sqrt(result.pass_at_n * (1 - result.pass_at_n) / max(1, result.num_prompts))
+    pass_error = math.sqrt(result.pass_at_n * (1 - result.pass_at_n) / max(1, result.num_prompts - 1))
     if parsed.extras["json"]:
         print(json.dumps(asdict(result) | {"pass_standard_error": pass_error, "metric": settings_.eval_metric}))
         return 0

@@ -237,3 +237,11 @@ def test_an_error_inside_the_model_becomes_one_line() -> None:
     loaded.model.get_submodule("model.layers.0").register_forward_pre_hook(fail)
     with pytest.raises(LoadError, match=r"^LlamaForCausalLM: does not run on packed tokens: first line$"):
         probe(loaded)
+
+
+def test_weights_that_are_nan_are_named_as_such() -> None:
+    loaded = tiny_model("llama")
+    with torch.no_grad():
+        loaded.parameters()[0].fill_(float("nan"))
+    with pytest.raises(LoadError, match="NaN or infinite on plain token ids; its weights are damaged"):
+        probe(loaded)

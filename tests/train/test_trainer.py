@@ -78,6 +78,13 @@ def test_the_ratio_is_one_at_the_first_update(tmp_path: Path, sampling: dict[str
         assert (step["kept_mass"] < 1) if truncated else (step["kept_mass"] == 1)
 
 
+def test_bounds_that_leave_out_one_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = run(tmp_path, objective="cispo", ratio_max=0.2, steps=1)[0]
+    out = capsys.readouterr().out
+    assert "warning: the bounds [0, 0.2] leave out a ratio of 1" in out and "clip cannot act" not in out
+    assert step["clip_ratio/region_mean"] == 1.0
+
+
 def test_ignored_truncation_is_off_by_the_kept_mass_and_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
