@@ -169,7 +169,7 @@ def _run(name: str, summary: str, **values: Any) -> Preset:
 
 TINY_SUMS = _run(
     "tiny-sums",
-    "a character model of 0.2M parameters learns small sums: about a minute on two cores",
+    "a character model of 0.2M parameters learns small sums: ten seconds on two cores",
     model="tiny-sums",
     task="tiny-sums",
     max_prompt_tokens=16,
