@@ -43,11 +43,11 @@ def test_eval_prints_mean_and_pass_with_standard_errors(
     argv += ["--max-new-tokens", "5", "--eval-size", "4", "--eval-metric", "score.py:every_other", "--device", "cpu"]
     assert main([*argv, "--json"]) == 0
     one = _json(capsys)
-    # scores 1 0 1 0: mean 1/2, standard error sqrt(1/3) / sqrt(4), pass@1 the same share with sqrt(1/4 / 4)
+    # scores 1 0 1 0: mean 1/2, standard error sqrt(1/3) / sqrt(4); pass@1 is the same
     assert one["num_prompts"] == 4 and one["num_samples"] == 1
     assert one["mean_at_n"] == one["pass_at_n"] == 0.5
     assert one["standard_error"] == pytest.approx((1 / 3) ** 0.5 / 2)
-    assert one["pass_standard_error"] == pytest.approx((1 / 3) ** 0.5 / 2)  # the same quantity with one sample each
+    assert one["pass_standard_error"] == pytest.approx((1 / 3) ** 0.5 / 2)
     assert main([*argv, "--eval-samples", "2", "--eval-temperature", "1", "--show", "1"]) == 0
     text = capsys.readouterr().out
     assert "mean@2 0.5000 +- 0.0000" in text and "pass@2 1.0000 +- 0.0000" in text
