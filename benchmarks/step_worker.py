@@ -81,7 +81,7 @@ def run_rhotrain(settings: dict[str, Any]) -> dict[str, Any]:
 def run_trl(settings: dict[str, Any]) -> dict[str, Any]:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore
 
     from rhotrain.train.reward_functions import bare_number
     from rhotrain.train.tasks import load_task

@@ -37,7 +37,7 @@ _MAX_HEAD_DIM = 256
 def flash_attn_function() -> Callable[..., Any] | None:
     """flash-attn's varlen function; None where it is missing or built for another PyTorch (that import fails)."""
     try:
-        from flash_attn import flash_attn_varlen_func
+        from flash_attn import flash_attn_varlen_func  # pyright: ignore
     except ImportError:
         return None
     return flash_attn_varlen_func

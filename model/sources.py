@@ -115,7 +115,7 @@ def read_tokenizer(spec: str, source: str, options: dict[str, str]) -> Any:
 
 def read_weights(spec: str, source: str, dtype: torch.dtype, options: dict[str, str]) -> tuple[Any, tuple[str, ...]]:
     """(model, notes). Weights that the files lack are refused: transformers would fill them with random numbers."""
-    model, info = attempt(
+    model, info = attempt(  # pyright: ignore
         spec,
         "weights",
         lambda: AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options),

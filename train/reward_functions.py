@@ -84,13 +84,14 @@ def math(*, completions: list[str], answer: list[Any]) -> list[float | None]:
     grader.TIMEOUT_WARNING_SHOWN = parser.TIMEOUT_WARNING_SHOWN = True
     scores: list[float | None] = []
     for completion, truth in zip(completions, answer):
-        gold = math_verify.parse(str(truth), parsing_timeout=None) or math_verify.parse(
-            f"${truth}$", parsing_timeout=None
+        gold = math_verify.parse(str(truth), parsing_timeout=None) or math_verify.parse(  # pyright: ignore
+            f"${truth}$",
+            parsing_timeout=None,  # pyright: ignore
         )
         if truth is None or not gold:
             scores.append(None)
             continue
-        given = math_verify.parse(final_text(completion), parsing_timeout=None)
+        given = math_verify.parse(final_text(completion), parsing_timeout=None)  # pyright: ignore
         scores.append(float(math_verify.verify(gold, given, timeout_seconds=None)))
     return scores
 

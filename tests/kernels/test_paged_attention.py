@@ -119,7 +119,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_equals_the_definition_over_shuffled_pages(lengths: str, options: str, page_size: int) -> None:
-    batch = make_batch(*LENGTHS[lengths], page_size)
+    batch = make_batch(*LENGTHS[lengths], page_size)  # pyright: ignore
     truth = by_definition(batch, scale=0.4, **OPTIONS[options])
     out = batch.paged(scale=0.4, **OPTIONS[options])
     assert out.shape == (sum(batch.lens_q), HEADS, VALUE_DIM)
@@ -128,7 +128,7 @@ def test_equals_the_definition_over_shuffled_pages(lengths: str, options: str, p
 
 @pytest.mark.parametrize("lengths", ["decode", "mixed"])
 def test_equals_contiguous_attention(lengths: str) -> None:
-    batch = make_batch(*LENGTHS[lengths], 16, heads=9, groups=3, dim=64, value_dim=64, dtype=torch.float32)
+    batch = make_batch(*LENGTHS[lengths], 16, heads=9, groups=3, dim=64, value_dim=64, dtype=torch.float32)  # pyright: ignore
 
     def cumulative(lens: tuple[int, ...]) -> Tensor:
         return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)

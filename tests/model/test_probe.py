@@ -135,7 +135,7 @@ def test_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_noise_that_is_left_is_refused() -> None:
     loaded = tiny_model("llama")
     layer = loaded.model.get_submodule("model.layers.0.mlp")
-    layer.register_forward_hook(lambda module, args, output: output + 1e-6 * torch.randn_like(output))
+    layer.register_forward_hook(lambda module, args, output: output + 1e-6 * torch.randn_like(output))  # pyright: ignore
     with pytest.raises(LoadError, match="two forwards in train mode differ"):
         probe(loaded)
 
@@ -153,7 +153,7 @@ def test_a_lost_window_is_refused() -> None:
     loaded.config.sliding_window = 32
     for module in loaded.model.modules():
         if type(module).__name__ == "MistralAttention":
-            module.config = type("NoWindow", (), {"_attn_implementation": "rhotrain", "sliding_window": None})()
+            module.config = type("NoWindow", (), {"_attn_implementation": "rhotrain", "sliding_window": None})()  # pyright: ignore
     with pytest.raises(LoadError, match="window of 32 by its configuration, but tells the attention function None"):
         probe(loaded)
 

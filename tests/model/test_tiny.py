@@ -37,7 +37,7 @@ def test_tokenizer_is_one_token_per_character() -> None:
     ids = tokenizer.encode("12-34=-22")
     assert len(ids) == 9 and len(set(ids)) == 6
     assert tokenizer.decode(ids) == "12-34=-22"
-    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "12-34=-22"
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "12-34=-22"  # pyright: ignore
     assert tokenizer.encode("x") == [tokenizer.unk_token_id]
 
 
