@@ -6,7 +6,7 @@ import pytest
 
 from rhotrain.kernels.spec import Objective
 from rhotrain.train.config import AlgoConfig, Config, ConfigError, RolloutConfig
-from rhotrain.train.settings import build
+from rhotrain.train.settings import build, layer_of
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": ""}, "model: '' .*name a folder"),
@@ -52,13 +52,20 @@ def test_contradictions_name_field_value_and_fix(layer: dict[str, Any], message:
         build(layer)
 
 
-def test_the_same_settings_next_to_the_border_are_accepted() -> None:
-    build({"warmup_steps": 10, "steps": 5, "num_iterations": 2})
-    build({"token_budget": 101, "max_prompt_tokens": 80, "max_new_tokens": 21})
-    build({"minibatches_per_rollout": 4, "prompts_per_step": 8})
-    build({"old_logprobs": "fresh"})
-    build({"eval_samples": 4, "eval_temperature": 0.5})
-    build({"clip_low": 1.0, "clip_high": 0.0})
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"warmup_steps": 10, "steps": 5, "num_iterations": 2},
+        {"token_budget": 101, "max_prompt_tokens": 80, "max_new_tokens": 21},
+        {"minibatches_per_rollout": 4, "prompts_per_step": 8},
+        {"old_logprobs": "fresh"},
+        {"eval_samples": 4, "eval_temperature": 0.5},
+        {"clip_low": 1.0, "clip_high": 0.0},
+    ],
+    ids=lambda layer: next(iter(layer)),
+)
+def test_the_same_settings_next_to_the_border_are_accepted(layer: dict[str, Any]) -> None:
+    assert layer.items() <= layer_of(build(layer)).items()
 
 
 def test_bounds_are_distances_for_grpo_and_values_for_cispo() -> None:
