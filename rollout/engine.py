@@ -331,6 +331,12 @@ def plan_pages(
     return max(1, pages)
 
 
+def affordable_pages(loaded: LoadedModel, wanted: int, page_size: int, memory: int = 0) -> int:
+    """`wanted` pages, or what fits into `memory` bytes (0: a quarter of what is free) if that is less; at least 1."""
+    limit = memory or free_memory(loaded.device) // 4
+    return max(1, min(wanted, limit // page_bytes(loaded, page_size)))
+
+
 def free_memory(device: torch.device) -> int:
     """Free bytes on the device that holds the model."""
     if device.type == "cuda":

@@ -158,16 +158,14 @@ def _load(layer: Layer, task: TaskConfig) -> "LoadedModel":
 
 def _engine(loaded: "LoadedModel", layer: Layer, lengths: Sequence[int], n: int, max_new_tokens: int) -> "Engine":
     """An engine whose pool holds what runs together, within kv_memory_gib or a quarter of the free memory."""
-    from rhotrain.rollout.engine import Engine, free_memory, plan_pages
-    from rhotrain.rollout.runner import page_bytes
+    from rhotrain.rollout.engine import Engine, affordable_pages, plan_pages
 
     page_size, running = _value(layer, "page_size"), _value(layer, "max_running")
-    memory = int(_value(layer, "kv_memory_gib") * 2**30) or free_memory(loaded.device) // 4
     together = min(len(lengths), -(-running // n) + 1)
     wanted = plan_pages(loaded, [max(lengths)] * together, n, max_new_tokens, page_size)
     return Engine(
         loaded,
-        num_pages=max(1, min(wanted, memory // page_bytes(loaded, page_size))),
+        num_pages=affordable_pages(loaded, wanted, page_size, int(_value(layer, "kv_memory_gib") * 2**30)),
         page_size=page_size,
         max_batch_tokens=_value(layer, "max_batch_tokens"),
         max_running=running,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rhotrain.model.load import LoadedModel, load_model
-from rhotrain.rollout.engine import Engine, free_memory, plan_pages
+from rhotrain.rollout.engine import Engine, affordable_pages, plan_pages
 from rhotrain.rollout.runner import page_bytes
 from rhotrain.train.config import Config, ConfigError
 from rhotrain.train.data import EncodedPrompt, PromptData, PromptStream
@@ -169,5 +169,4 @@ def _num_pages(config: Config, loaded: LoadedModel, longest_prompt: int) -> int:
         for prompts, n in crowds
         if prompts
     ]
-    affordable = free_memory(loaded.device) // 4 // page_bytes(loaded, rollout.page_size)
-    return max(1, min(max(wanted), affordable))
+    return affordable_pages(loaded, max(wanted), rollout.page_size)
