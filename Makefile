@@ -32,7 +32,7 @@ define make-venv
 endef
 
 .NOTPARALLEL:
-.PHONY: help setup train test test-slow test-gpu test-oldest lint format mypy typecheck wheel bench clean distclean
+.PHONY: help setup train test test-slow test-gpu test-oldest lint format mypy typecheck wheel codegen bench bench-gpu clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,8 +82,16 @@ typecheck: mypy ## mypy and pyright
 wheel: $(READY) ## check that the wheel holds exactly the tracked modules
 	$(VENV)/bin/python scripts/check_wheel.py
 
+codegen: $(READY) ## compile every kernel variant for sm_80, sm_90 and sm_100, without a GPU; print and check what came out
+	$(VENV)/bin/python -m scripts.codegen $(ARGS)
+
+# A file named in ARGS replaces the whole folder: make bench ARGS="benchmarks/test_kernels.py"
 bench: $(BENCH_READY) ## the benchmarks, against the peers
-	$(VENV)/bin/python $(PYTEST) benchmarks -o python_files='bench_*.py test_*.py' --benchmark-only --timeout 3600 $(ARGS)
+	$(VENV)/bin/python $(PYTEST) $(if $(findstring benchmarks/,$(ARGS)),,benchmarks) --benchmark-only --timeout 3600 $(ARGS)
+
+bench-gpu: $(BENCH_READY) ## the kernels on an NVIDIA GPU, against the peers; writes benchmarks/results/kernels-<gpu>.json
+	RHOTRAIN_TEST_GPU=1 $(VENV)/bin/python $(PYTEST) benchmarks/test_kernels.py --benchmark-only --benchmark-quiet \
+	  --bench-json auto --timeout 3600 $(ARGS)
 
 $(BENCH_READY): $(READY)
 	$(VENV)/bin/python $(INSTALL) constraints.txt -e '.[bench]'

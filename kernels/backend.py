@@ -1,40 +1,114 @@
-"""Which implementation runs, and the few numeric conventions that every op shares.
+"""Which implementation runs, how a Triton kernel is launched, and the few numeric conventions that every op shares.
 
-This is the only guarded triton import: nothing else in the package asks whether triton is installed. Each op has a
-plain PyTorch reference, which is also the production path on a CPU; `resolve_backend` picks between the two.
+This is the only guarded triton import: the other modules take `tl`, `jit` and `HAS_TRITON` from here and never ask
+whether triton is installed. Each op has a plain PyTorch reference, which is also the production path on a CPU, and a
+Triton kernel beside it; `resolve_backend` picks between the two.
 """
 
-from typing import Literal
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 try:
-    import triton  # noqa: F401
+    import triton
+    import triton.language as tl
 
     HAS_TRITON = True
+    INTERPRETED = bool(triton.knobs.runtime.interpret)
 except ImportError:  # no Triton wheels on macOS and Windows
-    HAS_TRITON = False
+    HAS_TRITON = INTERPRETED = False
+    tl = SimpleNamespace(constexpr=lambda value: value, tensor=Tensor)
 
 Backend = Literal["auto", "triton", "reference"]
+
+# HAS_TRITON: triton can be imported. INTERPRETED: kernels run in its interpreter, on CPU tensors, because
+# TRITON_INTERPRET=1 was set when they were decorated.
+
+
+def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """`triton.jit`; without triton the undecorated function, which nothing calls."""
+    if fn is None:
+        return partial(jit, **options)
+    return triton.jit(fn, **options) if HAS_TRITON else fn
+
+
+LOG2E = tl.constexpr(1.4426950408889634)
+"""log2(e): kernels take exp2, which is one instruction, of differences that were formed in natural units."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a kernel is launched, whatever the data: fixed, so that a row gives the same bits in every batch.
+
+    The block size and the number of warps decide the order of a reduction, so neither depends on N; nothing is
+    autotuned (a kernel that works in place cannot be run twice).
+    block: elements of a row that one program holds at a time. num_warps: 32 threads each. num_stages: how many blocks
+    are in flight from memory (software pipelining of the loop). constants: further constexpr arguments.
+    """
+
+    block: int
+    num_warps: int
+    num_stages: int = 3
+    constants: Mapping[str, int] = field(default_factory=dict)
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constexprs: Any) -> None:
+        """Run `kernel` on `device`, whichever device is current; nothing to do for an empty grid.
+
+        The kernel must have the constexpr arguments BLOCK and STAGES. Floating-point fusion is off: x = logit * (1/T)
+        is then the same float32 number in sampler, trainer and reference, whatever is done with it next.
+        """
+        if 0 in grid:
+            return
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            kernel[grid](
+                *args,
+                **constexprs,
+                **self.constants,
+                BLOCK=self.block,
+                STAGES=self.num_stages,
+                num_warps=self.num_warps,
+                enable_fp_fusion=False,
+            )
 
 
 def resolve_backend(backend: Backend, tensor: Tensor) -> Literal["triton", "reference"]:
     """The implementation that runs an op on `tensor`.
 
-    `auto` takes the fastest one that exists for the tensor's device. Every op has only its reference so far, so
-    `auto` is `reference` everywhere, and asking for triton raises ValueError rather than quietly running something
-    else.
+    `auto`: Triton on CUDA, the reference elsewhere and for float64 (no kernel computes in float64). `triton` also runs
+    on a CPU under TRITON_INTERPRET=1, slowly, for tests. ValueError when triton is asked for and cannot run.
     """
-    if backend in ("auto", "reference"):
+    if backend not in ("auto", "triton", "reference"):
+        raise ValueError(f"backend: {backend!r} is not one of auto, triton, reference")
+    if backend == "reference":
         return "reference"
+    why_not = why_no_triton(tensor)
+    if why_not is None and (backend == "triton" or tensor.is_cuda):
+        return "triton"
     if backend == "triton":
-        installed = "installed" if HAS_TRITON else "not installed"
-        raise ValueError(
-            f"backend: 'triton' has no kernel for this op on {tensor.device} (triton is {installed}); "
-            "use backend='auto' or 'reference'"
+        raise ValueError(f"backend: 'triton' cannot run here: {why_not}; use backend='auto' or 'reference'")
+    return "reference"
+
+
+def why_no_triton(tensor: Tensor) -> str | None:
+    """Why no Triton kernel can run on `tensor`; None when one can."""
+    if not HAS_TRITON:
+        return "triton is not installed"
+    if tensor.dtype == torch.float64:
+        return "float64 has no kernel"
+    if tensor.is_cuda and INTERPRETED:
+        return "TRITON_INTERPRET=1 was set when triton was imported, and the interpreter is for CPU tensors"
+    if not tensor.is_cuda and not INTERPRETED:
+        return (
+            f"the tensor is on {tensor.device}, and kernels run on CUDA (on a CPU only in Triton's interpreter, for "
+            "tests: TRITON_INTERPRET=1 before triton is imported)"
         )
-    raise ValueError(f"backend: {backend!r} is not one of auto, triton, reference")
+    return None
 
 
 def promote(x: Tensor) -> Tensor:
@@ -53,7 +127,9 @@ def inverse_temperature(temperature: float | Tensor, dtype: torch.dtype, device:
     Sampler, trainer and reference all multiply logits by this very tensor. The temperature is rounded to `dtype`
     first and divided then, so that a Python number and a tensor of the same value give the same bits.
     """
-    return torch.as_tensor(temperature, dtype=dtype, device=device).reciprocal()
+    if not isinstance(temperature, Tensor):  # filled on the device: nothing is copied, nothing waits
+        return torch.full((), temperature, dtype=dtype, device=device).reciprocal()
+    return temperature.to(device=device, dtype=dtype).reciprocal()
 
 
 def refuse_create_graph() -> None:
@@ -61,5 +137,5 @@ def refuse_create_graph() -> None:
 
     The gradients formed here carry no graph; without this a term that differentiates them would silently be constant.
     """
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("this op cannot be differentiated twice; call backward or grad without create_graph=True")

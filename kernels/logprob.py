@@ -5,30 +5,51 @@
     dx_j    = g_lp (1[j = t] - p_j) + g_lse p_j - g_H p_j (log p_j + entropy)       dlogits_j = dx_j / temperature
 
 Shapes: logits [N, V] in bf16, fp16, float32 or float64 with any row stride, token_ids [N], everything per row [N].
-Numerics: the maths runs in float32 (float64 stays float64). The row maximum is subtracted first, and the entropy is
-formed as log s - sum e (x - max) / s with s = sum e and e = exp(x - max), so that nothing large cancels. Logits of
--inf have p = 0 and add exactly 0. A row without a finite logit is NaN, as in `torch.log_softmax`.
-Rows that carry nothing (`ignore_index`) are never read: NaN or inf there reaches no output and no gradient.
+Numerics (`passes.py`): the maths runs in float32 (float64 stays float64, in the reference). Logits of -inf have p = 0
+and add exactly 0. A row without a finite logit is NaN, as in `torch.log_softmax`. Rows that carry nothing
+(`ignore_index`) are never read: NaN or inf there reaches no output and no gradient.
 
-Source: softmax cross entropy; gradients as in shared kernels of Liger and TRL (`trl_losses/logprob_entropy.py`), with
-the logsumexp term added. The in-place pair `row_stats_` / `logit_grads_` is also the core of `policy_loss.py` and
-`linear.py`.
+Bytes: the forward pass reads the logits once, the backward pass reads them again and writes the gradient; entropy
+costs none. With kept sets only the sets are read.
+
+Source: softmax cross entropy; fused logprob and entropy as in TRL (`trl_losses/logprob_entropy.py`), with the
+logsumexp term, ragged kept sets and any row stride added.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rhotrain.kernels.backend import Backend, promoted_dtype, refuse_create_graph, resolve_backend
-from rhotrain.kernels.rows import ActiveRows, KeptSet, active_rows, gather_logits, row_blocks
+from rhotrain.kernels.backend import Backend, Launch, promoted_dtype, refuse_create_graph, resolve_backend, tl
+from rhotrain.kernels.passes import (
+    BAD_ID,
+    BAD_KEPT,
+    kept_range,
+    load_token,
+    logit_grads_,
+    row_gradient,
+    row_statistics,
+    row_stats_,
+)
+from rhotrain.kernels.row_launch import RowLaunch, row_jit, unit_columns
+from rhotrain.kernels.rows import (
+    ActiveRows,
+    KeptSet,
+    RowArguments,
+    active_rows,
+    check_rows,
+    gather_logits,
+    row_blocks,
+)
 from rhotrain.kernels.spec import IGNORE_INDEX
 
-LOG_ZERO = -1e4
-"""Stands in for a log-probability of -inf where it is multiplied by p = 0: exp of it is 0 in float32 and float64
-alike."""
+FORWARD = Launch(block=4096, num_warps=8)
+"""At most 40 registers a thread (sm_90): five programs share a multiprocessor."""
+BACKWARD = Launch(block=4096, num_warps=8)
+KEPT = Launch(block=1024, num_warps=4, num_stages=1)
+"""Both, over kept sets: these are short, and pipelined gathers of 4096 ids would take 255 registers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,87 +62,7 @@ class TokenLogprobs:
     logsumexp: Tensor
 
 
-# ---- reference: the two in-place passes -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class RowStats:
-    """What `row_stats_` found: [C] each, inverse_sum [C, 1] turns the overwritten buffer into probabilities."""
-
-    logprobs: Tensor
-    entropy: Tensor | None
-    logsumexp: Tensor
-    inverse_sum: Tensor
-
-
-def row_stats_(x_CV: Tensor, rows: ActiveRows, *, entropy: bool) -> RowStats:
-    """Logits in, e = exp(x - max) left in `x_CV`; x = logits / T on the kept set."""
-    if rows.inv_temperature is not None:
-        x_CV.mul_(rows.inv_temperature)
-    ids_C1 = rows.token_ids.unsqueeze(1)
-    if rows.kept is not None:
-        mask = rows.kept.mask(rows.vocab)
-        _check_kept(mask.gather(1, ids_C1), rows)
-        x_CV.masked_fill_(mask.logical_not_(), -math.inf)
-    max_C1 = x_CV.amax(1, keepdim=True)
-    target_C1 = x_CV.gather(1, ids_C1).sub_(max_C1)
-    x_CV.sub_(max_C1)
-    if entropy:
-        shifted = x_CV.clamp(min=LOG_ZERO)
-        sum_C1 = x_CV.exp_().sum(1, keepdim=True)
-        weighted_C1 = shifted.mul_(x_CV).sum(1, keepdim=True)
-    else:
-        sum_C1 = x_CV.exp_().sum(1, keepdim=True)
-    log_sum_C1 = sum_C1.log()
-    return RowStats(
-        (target_C1 - log_sum_C1).squeeze(1),
-        (log_sum_C1 - weighted_C1 / sum_C1).squeeze(1) if entropy else None,
-        (max_C1 + log_sum_C1).squeeze(1),
-        sum_C1.reciprocal(),
-    )
-
-
-def _check_kept(found_C1: Tensor, rows: ActiveRows) -> None:
-    if found_C1.is_cuda:
-        torch._assert_async(found_C1.all(), "kept: a token is not in its own kept set")
-    elif not bool(found_C1.all()):
-        at = int((~found_C1).nonzero()[0, 0])
-        raise ValueError(
-            f"kept: row {int(rows.index[at])} has token {int(rows.token_ids[at])}, which is not in its own kept set; "
-            "the token was drawn from that set, so rows and sets are out of step"
-        )
-
-
-def logit_grads_(
-    x_CV: Tensor,
-    stats: RowStats,
-    rows: ActiveRows,
-    dlogprobs_C: Tensor,
-    dentropy_C: Tensor | None = None,
-    dlogsumexp_C: Tensor | None = None,
-) -> None:
-    """The buffer that `row_stats_` left in, dlogits out (in place); upstream gradients per row.
-
-    p_t - 1 is formed in float32 before any rounding to a narrower type (Liger #1329: wrong by 100 % at p = 0.999).
-    """
-    slope_C = -dlogprobs_C
-    if dlogsumexp_C is not None:
-        slope_C = slope_C + dlogsumexp_C
-    direct_C1 = dlogprobs_C.unsqueeze(1)
-    inverse = rows.inv_temperature
-    if inverse is not None:
-        direct_C1 = direct_C1 * inverse
-    if dentropy_C is None:
-        scale_C1 = slope_C.unsqueeze(1) * stats.inverse_sum
-        x_CV.mul_(scale_C1 if inverse is None else scale_C1 * inverse)
-    else:
-        assert stats.entropy is not None
-        slope_C1 = (slope_C - dentropy_C * stats.entropy).unsqueeze(1)
-        dentropy_C1 = dentropy_C.unsqueeze(1)
-        x_CV.mul_(stats.inverse_sum)
-        entr = torch.special.entr(x_CV).mul_(dentropy_C1 if inverse is None else dentropy_C1 * inverse)
-        x_CV.mul_(slope_C1 if inverse is None else slope_C1 * inverse).add_(entr)
-    x_CV.scatter_add_(1, rows.token_ids.unsqueeze(1), direct_C1)
+# ---- reference ------------------------------------------------------------------------------------------------------
 
 
 def token_rows_(x_MV: Tensor, rows: ActiveRows, out: TokenLogprobs) -> None:
@@ -135,7 +76,7 @@ def token_rows_(x_MV: Tensor, rows: ActiveRows, out: TokenLogprobs) -> None:
             out.entropy.index_copy_(0, part.index, stats.entropy)
 
 
-def token_grads_(x_MV: Tensor, rows: ActiveRows, upstream: tuple[Tensor | None, Tensor | None, Tensor | None]) -> None:
+def token_grads_(x_MV: Tensor, rows: ActiveRows, upstream: "Upstream") -> None:
     """Logits in, dlogits out (in place), for the upstream gradients [N] of (logprobs, entropy, logsumexp)."""
     for start, stop in row_blocks(len(rows), rows.vocab, x_MV.device):
         part, x = rows.rows(start, stop), x_MV[start:stop]
@@ -146,42 +87,305 @@ def token_grads_(x_MV: Tensor, rows: ActiveRows, upstream: tuple[Tensor | None, 
         logit_grads_(x, stats, part, dlogprobs, dentropy, dlogsumexp)
 
 
+@dataclass(frozen=True, eq=False)
+class SavedStats:
+    """What the Triton backward pass needs of the forward pass, [N]. The reference computes both again."""
+
+    entropy: Tensor | None
+    logsumexp: Tensor
+
+
+Upstream = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Gradients of (logprobs, entropy, logsumexp), [N] each or None."""
+
+
 def empty_token_logprobs(count: int, dtype: torch.dtype, device: torch.device, entropy: bool) -> TokenLogprobs:
     """All zeros: what rows without loss have."""
     zeros = [torch.zeros(count, dtype=dtype, device=device) for _ in range(3 if entropy else 2)]
     return TokenLogprobs(zeros[0], zeros[2] if entropy else None, zeros[1])
 
 
-# ---- autograd -------------------------------------------------------------------------------------------------------
+def _reference(logits_NV: Tensor, arguments: RowArguments, entropy: bool) -> TokenLogprobs:
+    dtype, rows = promoted_dtype(logits_NV), active_rows(arguments)
+    out = empty_token_logprobs(logits_NV.shape[0], dtype, logits_NV.device, entropy)
+    for start, stop in row_blocks(len(rows), rows.vocab, logits_NV.device):
+        part = rows.rows(start, stop)
+        token_rows_(gather_logits(logits_NV, part, dtype), part, out)
+    return out
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    """Keeps the logits as they are and forms exp again in the backward pass: no [N, V] tensor but the gradient."""
+def _reference_grad(logits_NV: Tensor, out_NV: Tensor, arguments: RowArguments, upstream: Upstream) -> None:
+    dtype, rows = promoted_dtype(logits_NV), active_rows(arguments)
+    for start, stop in row_blocks(len(rows), rows.vocab, logits_NV.device):
+        part = rows.rows(start, stop)
+        x = gather_logits(logits_NV, part, dtype)
+        token_grads_(x, part, upstream)
+        out_NV[:, : rows.vocab].index_copy_(0, part.index, x.to(out_NV.dtype))
+    zero_the_rest_(out_NV, rows)
 
-    @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, rows: ActiveRows, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-        dtype = promoted_dtype(logits_NV)
-        out = empty_token_logprobs(logits_NV.shape[0], dtype, logits_NV.device, entropy)
-        for start, stop in row_blocks(len(rows), rows.vocab, logits_NV.device):
-            part = rows.rows(start, stop)
-            token_rows_(gather_logits(logits_NV, part, dtype), part, out)
-        ctx.save_for_backward(logits_NV)
-        ctx.rows = rows
-        ctx.set_materialize_grads(False)
-        return out.logprobs, out.entropy, out.logsumexp
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, None, None]:
-        refuse_create_graph()
-        (logits_NV,) = ctx.saved_tensors
-        rows: ActiveRows = ctx.rows
-        dlogits_NV = torch.zeros(logits_NV.shape, dtype=logits_NV.dtype, device=logits_NV.device)
-        for start, stop in row_blocks(len(rows), rows.vocab, logits_NV.device):
-            part = rows.rows(start, stop)
-            x = gather_logits(logits_NV, part, promoted_dtype(logits_NV))
-            token_grads_(x, part, (upstream[0], upstream[1], upstream[2]))
-            dlogits_NV[:, : rows.vocab].index_copy_(0, part.index, x.to(logits_NV.dtype))
-        return dlogits_NV, None, None
+def zero_the_rest_(dlogits_NV: Tensor, rows: ActiveRows) -> None:
+    """In place: rows without loss and padded ids have gradient exactly 0."""
+    dlogits_NV[:, rows.vocab :] = 0
+    idle = torch.ones(dlogits_NV.shape[0], dtype=torch.bool, device=dlogits_NV.device)
+    idle[rows.index] = False
+    dlogits_NV.index_fill_(0, idle.nonzero().squeeze(1), 0)
+
+
+# ---- Triton ---------------------------------------------------------------------------------------------------------
+
+
+@row_jit
+def forward_kernel(
+    token_ids: tl.tensor,
+    inv_temperature: tl.tensor,
+    inv_t_stride: tl.tensor,
+    kept_offsets: tl.tensor,
+    kept_ids: tl.tensor,
+    vocab: tl.tensor,
+    ignore_index: tl.tensor,
+    status: tl.tensor,
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    logprobs: tl.tensor,
+    entropies: tl.tensor,
+    logsumexps: tl.tensor,
+    ENTROPY: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """One program per row: float32 logprob, entropy (with ENTROPY) and logsumexp."""
+    row = tl.program_id(0).to(tl.int64)
+    token, active, bad = load_token(token_ids, row, vocab, ignore_index)
+    length = tl.where(active, vocab, 0)
+    if KEPT:
+        first, length = kept_range(kept_offsets, kept_ids, row, active)
+        kept_ids += first
+    inv_t = tl.load(inv_temperature + row * inv_t_stride)
+    logprob, entropy, logsumexp, bad_kept = row_statistics(
+        logits + row * row_stride, kept_ids, length, vocab, token, inv_t, ENTROPY, KEPT, BLOCK, STAGES
+    )
+    if bad:
+        tl.atomic_or(status, BAD_ID)
+    if KEPT:
+        if active & bad_kept:
+            tl.atomic_or(status, BAD_KEPT)
+        active = active & (bad_kept == 0)
+    tl.store(logprobs + row, tl.where(active, logprob, 0.0))
+    tl.store(logsumexps + row, tl.where(active, logsumexp, 0.0))
+    if ENTROPY:
+        tl.store(entropies + row, tl.where(active, entropy, 0.0))
+
+
+@row_jit
+def backward_kernel(
+    token_ids: tl.tensor,
+    inv_temperature: tl.tensor,
+    inv_t_stride: tl.tensor,
+    kept_offsets: tl.tensor,
+    kept_ids: tl.tensor,
+    vocab: tl.tensor,
+    ignore_index: tl.tensor,
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    logsumexps: tl.tensor,
+    entropies: tl.tensor,
+    g_logprobs: tl.tensor,
+    g_entropies: tl.tensor,
+    g_logsumexps: tl.tensor,
+    out: tl.tensor,
+    out_stride: tl.tensor,
+    columns: tl.tensor,
+    ENTROPY: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """One program per row: dlogits, zeros where there is no loss; with KEPT the sets' gradients one after the other."""
+    row = tl.program_id(0).to(tl.int64)
+    token, active, _bad = load_token(token_ids, row, vocab, ignore_index)
+    length = tl.where(active, vocab, 0)
+    out += row * out_stride
+    if KEPT:
+        first, length = kept_range(kept_offsets, kept_ids, row, active)
+        kept_ids += first
+        out += first
+    entropy = 0.0
+    g_entropy = 0.0
+    if ENTROPY:
+        entropy = tl.load(entropies + row)
+        g_entropy = tl.load(g_entropies + row)
+    row_gradient(
+        logits + row * row_stride,
+        out,
+        kept_ids,
+        length,
+        columns,
+        token,
+        tl.load(inv_temperature + row * inv_t_stride),
+        tl.load(logsumexps + row),
+        entropy,
+        tl.load(g_logprobs + row),
+        tl.load(g_logsumexps + row),
+        g_entropy,
+        ENTROPY,
+        KEPT,
+        BLOCK,
+        STAGES,
+    )
+
+
+def _triton(logits_NV: Tensor, arguments: RowArguments, entropy: bool) -> TokenLogprobs:
+    logits, launch = unit_columns(logits_NV), RowLaunch(arguments)
+    count = logits.shape[0]
+    rows = [torch.empty(count, device=logits.device) for _ in range(3 if entropy else 2)]
+    out = TokenLogprobs(rows[0], rows[2] if entropy else None, rows[1])
+    (FORWARD if launch.kept is None else KEPT)(
+        forward_kernel,
+        (count,),
+        logits.device,
+        *launch.args,
+        launch.status,
+        logits,
+        logits.stride(0),
+        out.logprobs,
+        out.entropy,
+        out.logsumexp,
+        ENTROPY=entropy,
+        KEPT=launch.kept is not None,
+    )
+    launch.check()
+    return out
+
+
+def _triton_grad(
+    logits_NV: Tensor, out_NV: Tensor, arguments: RowArguments, stats: "SavedStats", upstream: Upstream
+) -> None:
+    logits, launch = unit_columns(logits_NV), RowLaunch(arguments)
+    flat = launch.kept_gradients()
+    zeros = torch.zeros_like(stats.logsumexp)
+    g_logprobs, g_entropies, g_logsumexps = (None if g is None else g.float().contiguous() for g in upstream)
+    (BACKWARD if flat is None else KEPT)(
+        backward_kernel,
+        (logits.shape[0],),
+        logits.device,
+        *launch.args,
+        logits,
+        logits.stride(0),
+        stats.logsumexp,
+        None if g_entropies is None else stats.entropy,
+        zeros if g_logprobs is None else g_logprobs,
+        g_entropies,
+        zeros if g_logsumexps is None else g_logsumexps,
+        out_NV if flat is None else flat,
+        out_NV.stride(0) if flat is None else 0,
+        out_NV.shape[1],
+        ENTROPY=g_entropies is not None,
+        KEPT=flat is not None,
+    )
+    launch.scatter(flat, out_NV)
+
+
+def forward_rows(logits_NV: Tensor, arguments: RowArguments, *, entropy: bool, triton: bool) -> TokenLogprobs:
+    """The forward pass without autograd."""
+    return (_triton if triton else _reference)(logits_NV, arguments, entropy)
+
+
+def backward_rows(
+    logits_NV: Tensor,
+    out_NV: Tensor,
+    arguments: RowArguments,
+    stats: SavedStats,
+    upstream: Upstream,
+    *,
+    triton: bool,
+) -> None:
+    """dlogits into `out_NV` (all of it), which may be `logits_NV` itself; stats: from `forward_rows`."""
+    if not triton:
+        _reference_grad(logits_NV, out_NV, arguments, upstream)
+    elif unit_columns(out_NV) is out_NV:
+        _triton_grad(logits_NV, out_NV, arguments, stats, upstream)
+    else:
+        dense_NV = torch.empty(out_NV.shape, dtype=out_NV.dtype, device=out_NV.device)
+        _triton_grad(logits_NV, dense_NV, arguments, stats, upstream)
+        out_NV.copy_(dense_NV)
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("rhotrain::token_logprobs", mutates_args=())
+def _op(
+    logits: Tensor,
+    token_ids: Tensor,
+    inv_temperature: Tensor | None,
+    kept_offsets: Tensor | None,
+    kept_ids: Tensor | None,
+    vocab: int,
+    ignore_index: int,
+    entropy: bool,
+    triton: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logprobs, entropy (empty when not asked for), logsumexp."""
+    arguments = RowArguments(token_ids, inv_temperature, kept_offsets, kept_ids, vocab, ignore_index)
+    out = forward_rows(logits, arguments, entropy=entropy, triton=triton)
+    return out.logprobs, out.logprobs.new_empty(0) if out.entropy is None else out.entropy, out.logsumexp
+
+
+@_op.register_fake
+def _(logits: Tensor, token_ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    entropy = rest[5]
+    rows = [logits.new_empty(logits.shape[0], dtype=promoted_dtype(logits)) for _ in range(3)]
+    return rows[0], rows[1] if entropy else rows[1].new_empty(0), rows[2]
+
+
+@torch.library.custom_op("rhotrain::token_logprobs_backward", mutates_args=())
+def _backward_op(
+    logits: Tensor,
+    token_ids: Tensor,
+    inv_temperature: Tensor | None,
+    kept_offsets: Tensor | None,
+    kept_ids: Tensor | None,
+    vocab: int,
+    ignore_index: int,
+    entropy: Tensor,
+    logsumexp: Tensor,
+    g_logprobs: Tensor | None,
+    g_entropy: Tensor | None,
+    g_logsumexp: Tensor | None,
+    triton: bool,
+) -> Tensor:
+    arguments = RowArguments(token_ids, inv_temperature, kept_offsets, kept_ids, vocab, ignore_index)
+    upstream = (g_logprobs, g_entropy, g_logsumexp)
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    backward_rows(logits, dlogits, arguments, SavedStats(entropy, logsumexp), upstream, triton=triton)
+    return dlogits
+
+
+@_backward_op.register_fake
+def _(logits: Tensor, *rest: Any) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, vocab, ignore_index, entropy, triton = inputs
+    ctx.save_for_backward(*tensors, *output[1:])  # not the logprobs, which the caller may change in place
+    ctx.numbers = (vocab, ignore_index)
+    ctx.entropy, ctx.triton = entropy, triton
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    refuse_create_graph()
+    tensors, outputs = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    g_logprobs, g_entropy, g_logsumexp = upstream
+    g_entropy = g_entropy if ctx.entropy else None
+    dlogits = _backward_op(*tensors, *ctx.numbers, *outputs, g_logprobs, g_entropy, g_logsumexp, ctx.triton)
+    return dlogits, *[None] * 8
+
+
+_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def check_logits(logits_NV: Tensor, token_ids_N: Tensor) -> None:
@@ -215,18 +419,21 @@ def token_logprobs(
     Rows whose id is `ignore_index` are exactly 0 in all outputs and get a gradient of exactly 0, whatever their
     logits are.
     Results are float32 (float64 for float64 logits); the gradient has the logits' dtype. A second backward needs
-    retain_graph=True; differentiating twice (create_graph=True) is refused.
-    ValueError: wrong shape, dtype or device, an id outside the real vocabulary, a token outside its kept set.
+    retain_graph=True; differentiating twice (create_graph=True) is refused. Works inside
+    torch.compile(fullgraph=True).
+    ValueError: wrong shape, dtype or device, an id outside the real vocabulary, a token outside its kept set; the
+    last two are asynchronous asserts on CUDA, where the row counts as ignored.
     """
     check_logits(logits_NV, token_ids_N)
-    resolve_backend(backend, logits_NV)
-    rows = active_rows(
+    triton = resolve_backend(backend, logits_NV) == "triton"
+    rows = check_rows(
         token_ids_N,
-        vocab=logits_NV.shape[1],
+        columns=logits_NV.shape[1],
         dtype=promoted_dtype(logits_NV),
         temperature=temperature,
         vocab_size=vocab_size,
         ignore_index=ignore_index,
         kept=kept,
     )
-    return TokenLogprobs(*_TokenLogprobs.apply(logits_NV, rows, entropy))
+    logprobs, entropies, logsumexp = _op(logits_NV, *rows.flat, entropy, triton)
+    return TokenLogprobs(logprobs, entropies if entropy else None, logsumexp)

@@ -1,4 +1,4 @@
-"""Policy loss of one token per row of logits: loss, dlogits and metrics from one visit to each block of logits.
+"""Policy loss of one token per row of logits: loss, dlogits and metrics from one visit to each row of logits.
 
     logprob, entropy = token_logprobs(logits / temperature)                         logprob.py
     loss_i           = weight_i (importance_i policy_i + beta KL_i - c entropy_i)   objective.py
@@ -6,71 +6,31 @@
 
 Shapes: logits [N, V], everything per token [N]; the loss is the SUM over rows: weights carry mask and normaliser, so
 that the gradient does not depend on how rows are split into calls. Numerics as in logprob.py: float32 maths (float64
-stays).
+stays, in the reference).
 The loss is a scalar, so its gradient is formed in the forward pass; the backward pass only multiplies by the upstream
-scalar, out of place.
+scalar (`upstream.py`).
+
+Bytes: one kernel reads each row, does the scalar maths, reads the row again (from the L2 cache where it is still there)
+and writes the gradient: 3 N V values, 2 N V at best. A sequence-level ratio needs every logprob of a sequence before
+any gradient: two kernels, without the chance of finding a row in the cache, and one wait for the device to learn
+how many sequences there are.
 
 Source: Liger's and Fast-LLM's fused GRPO kernels for forming gradients in the forward pass; formulas in objective.py.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rhotrain.kernels.backend import Backend, promoted_dtype, refuse_create_graph, resolve_backend
-from rhotrain.kernels.logprob import check_logits, logit_grads_, row_stats_
-from rhotrain.kernels.objective import policy_terms, refuse_grad
-from rhotrain.kernels.rows import ActiveRows, KeptSet, active_rows, gather_logits, row_blocks
+from rhotrain.kernels.backend import Backend, promoted_dtype, resolve_backend
+from rhotrain.kernels.logprob import check_logits
+from rhotrain.kernels.objective_triton import pack_objective, unpack_objective
+from rhotrain.kernels.policy_rows import PolicyCall, PolicyInputs
+from rhotrain.kernels.rows import KeptSet, RowArguments, check_rows
 from rhotrain.kernels.spec import IGNORE_INDEX, Objective
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PolicyInputs:
-    """The constants of the loss, per token, float32 (or float64) [N].
-
-    old_logprobs: denominator of the ratio; None takes the current policy itself, detached: the ratio is exactly 1 and
-    the gradient the on-policy one. advantages. weights: loss mask times normaliser; a row of weight 0 is not
-    computed. ref_logprobs: reference policy, needed for a KL. importance: multiplies the policy term only.
-    ValueError for a tensor that requires grad (a graph in old_logprobs cancels the advantage's gradient), a shape
-    that differs, or a narrower type (bf16 old_logprobs are noise in the ratio).
-    """
-
-    old_logprobs: Tensor | None
-    advantages: Tensor
-    weights: Tensor
-    ref_logprobs: Tensor | None = None
-    importance: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        named = {f.name: getattr(self, f.name) for f in fields(self)}
-        refuse_grad(**named)
-        shape = self.advantages.shape
-        for name, value in named.items():
-            if value is None:
-                continue
-            if value.dim() != 1 or value.shape != shape:
-                raise ValueError(
-                    f"{name}: shape {list(value.shape)}, but advantages has {list(shape)}; all must be the same [N]"
-                )
-            if value.dtype not in (torch.float32, torch.float64):
-                raise ValueError(f"{name}: {value.dtype} is refused; pass float32 (or float64)")
-
-    def __len__(self) -> int:
-        return self.advantages.shape[0]
-
-    def select(self, index_M: Tensor) -> "PolicyInputs":
-        """The rows of `index_M` (int64), in that order."""
-        return PolicyInputs(**{f.name: _index(getattr(self, f.name), index_M) for f in fields(self)})
-
-    def rows(self, start: int, stop: int) -> "PolicyInputs":
-        """Rows start..stop, sharing memory."""
-        return PolicyInputs(**{f.name: _index(getattr(self, f.name), slice(start, stop)) for f in fields(self)})
-
-
-def _index(value: Tensor | None, at: Tensor | slice) -> Any:
-    return None if value is None else value[at]
+from rhotrain.kernels.upstream import Upstream
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,124 +46,139 @@ class PolicyLoss:
     clipped_high: Tensor
 
 
-# ---- reference ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class PolicyRecord:
-    """Where blocks of rows write their results: values [5, N] = loss, logprobs, ratio, kl, entropy; flags [2, N]."""
-
-    values_5N: Tensor
-    flags_2N: Tensor
-
-    @staticmethod
-    def zeros(count: int, dtype: torch.dtype, device: torch.device) -> "PolicyRecord":
-        """What rows without loss have."""
-        values = torch.zeros(5, count, dtype=dtype, device=device)
-        return PolicyRecord(values, torch.zeros(2, count, dtype=torch.bool, device=device))
-
-
-def policy_rows_(
-    x_MV: Tensor,
-    rows: ActiveRows,
-    inputs: PolicyInputs,
-    objective: Objective,
-    record: PolicyRecord,
-    *,
-    want_grad: bool,
-) -> None:
-    """Logits of the M active rows in, dlogits out (in place, if `want_grad`); results of the rows go into `record`.
-
-    `inputs` and `record` have all N rows; `rows.index` says which are meant.
-    """
-    for start, stop in row_blocks(len(rows), rows.vocab, x_MV.device):
-        part, x = rows.rows(start, stop), x_MV[start:stop]
-        stats = row_stats_(x, part, entropy=True)
-        mine = inputs.select(part.index)
-        terms = policy_terms(
-            stats.logprobs,
-            mine.old_logprobs,
-            mine.advantages,
-            mine.weights,
-            objective,
-            mine.ref_logprobs,
-            mine.importance,
-            stats.entropy,
-        )
-        if want_grad:
-            dentropy = terms.dentropy if objective.entropy_coef != 0.0 else None
-            logit_grads_(x, stats, part, terms.dlogprob, dentropy)
-        assert stats.entropy is not None
-        values = torch.stack([terms.loss, stats.logprobs, terms.ratio, terms.kl, stats.entropy])
-        record.values_5N.index_copy_(1, part.index, values)
-        record.flags_2N.index_copy_(1, part.index, torch.stack([terms.clipped_low, terms.clipped_high]))
-
-
 def unpack_policy_loss(loss: Tensor, values_5N: Tensor, flags_2N: Tensor) -> PolicyLoss:
-    """The public form of what the autograd functions return."""
-    _, logprobs, ratio, kl, entropy = values_5N.unbind()
+    """The public form of what the operators return."""
+    _, logprobs, ratio, kl, entropy = values_5N.detach().unbind()
     return PolicyLoss(loss, logprobs, ratio, kl, entropy, *flags_2N.unbind())
 
 
-# ---- autograd -------------------------------------------------------------------------------------------------------
+# ---- operators ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
-    rows: ActiveRows
-    inputs: PolicyInputs
-    objective: Objective
-    inplace: bool
-    want_grad: bool
+def unpack_call(*arguments: Any) -> PolicyCall:
+    """The operators' arguments after the logits, put together again."""
+    rows, inputs, (kind, level, kl, numbers, triton) = arguments[:6], arguments[6:12], arguments[12:]
+    names = ("old_logprobs", "advantages", "weights", "ref_logprobs", "importance", "sequence_ids")
+    return PolicyCall(
+        RowArguments(*rows),
+        PolicyInputs(**dict(zip(names, inputs))),
+        unpack_objective(kind, level, kl, numbers),
+        triton,
+    )
 
 
-class _PolicyLoss(torch.autograd.Function):
+@torch.library.custom_op("rhotrain::policy_loss", mutates_args=())
+def _op(
+    logits: Tensor,
+    token_ids: Tensor,
+    inv_temperature: Tensor | None,
+    kept_offsets: Tensor | None,
+    kept_ids: Tensor | None,
+    vocab: int,
+    ignore_index: int,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    weights: Tensor,
+    ref_logprobs: Tensor | None,
+    importance: Tensor | None,
+    sequence_ids: Tensor | None,
+    kind: str,
+    ratio_level: str,
+    kl: str,
+    numbers: list[float],
+    triton: bool,
+    want_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """loss, values [5, N], flags [2, N], dlogits (empty without want_grad)."""
+    rows = (token_ids, inv_temperature, kept_offsets, kept_ids, vocab, ignore_index)
+    inputs = (old_logprobs, advantages, weights, ref_logprobs, importance, sequence_ids)
+    call = unpack_call(*rows, *inputs, kind, ratio_level, kl, numbers, triton)
+    dlogits = torch.empty(logits.shape if want_grad else 0, dtype=logits.dtype, device=logits.device)
+    record = call.run(logits, dlogits if want_grad else None)
+    return record.values_5N[0].sum(), record.values_5N, record.flags_2N, dlogits
+
+
+def fake_record(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Shapes and types of (loss, values, flags) for a tensor of N rows."""
+    count = rows.shape[0]
+    flags = rows.new_empty((2, count), dtype=torch.bool)
+    return rows.new_empty((), dtype=dtype), rows.new_empty((5, count), dtype=dtype), flags
+
+
+@_op.register_fake
+def _(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape = logits.shape if rest[-1] else (0,)
+    return *fake_record(logits, promoted_dtype(logits)), torch.empty(shape, dtype=logits.dtype, device=logits.device)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    # Detached: autograd wraps a saved output anew, takes the wrapper for its only owner and accumulates into it.
+    ctx.save_for_backward(output[3].detach())
+    ctx.upstream = Upstream()
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    if upstream is None:
+        return (None,) * 19
+    (dlogits,) = ctx.saved_tensors
+    return *ctx.upstream.times([dlogits], upstream, [dlogits.dtype]), *[None] * 18
+
+
+_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("rhotrain::policy_loss_", mutates_args=("logits",))
+def _op_(
+    logits: Tensor,
+    token_ids: Tensor,
+    inv_temperature: Tensor | None,
+    kept_offsets: Tensor | None,
+    kept_ids: Tensor | None,
+    vocab: int,
+    ignore_index: int,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    weights: Tensor,
+    ref_logprobs: Tensor | None,
+    importance: Tensor | None,
+    sequence_ids: Tensor | None,
+    kind: str,
+    ratio_level: str,
+    kl: str,
+    numbers: list[float],
+    triton: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """loss, values [5, N], flags [2, N]; the logits are overwritten with their gradient."""
+    rows = (token_ids, inv_temperature, kept_offsets, kept_ids, vocab, ignore_index)
+    inputs = (old_logprobs, advantages, weights, ref_logprobs, importance, sequence_ids)
+    record = unpack_call(*rows, *inputs, kind, ratio_level, kl, numbers, triton).run(logits, logits)
+    return record.values_5N[0].sum(), record.values_5N, record.flags_2N
+
+
+@_op_.register_fake
+def _(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return fake_record(logits, promoted_dtype(logits))
+
+
+class _InPlace(torch.autograd.Function):
+    """Around the operator that overwrites: torch.library registers no autograd formula for one that mutates."""
+
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, call: _Call) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, rows = promoted_dtype(logits_NV), call.rows
-        record = PolicyRecord.zeros(logits_NV.shape[0], dtype, logits_NV.device)
-        dlogits_NV = logits_NV
-        if call.want_grad and not call.inplace:
-            dlogits_NV = torch.zeros(logits_NV.shape, dtype=logits_NV.dtype, device=logits_NV.device)
-        for start, stop in row_blocks(len(rows), rows.vocab, logits_NV.device):
-            part = rows.rows(start, stop)
-            x = gather_logits(logits_NV, part, dtype)
-            policy_rows_(x, part, call.inputs, call.objective, record, want_grad=call.want_grad)
-            if call.want_grad:
-                dlogits_NV[:, : rows.vocab].index_copy_(0, part.index, x.to(dlogits_NV.dtype))
-        if call.want_grad and call.inplace:
-            _zero_the_rest_(logits_NV, rows)
-        if call.want_grad:
-            ctx.save_for_backward(dlogits_NV)
+    def forward(ctx: Any, logits_NV: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        loss, values, flags = _op_(logits_NV, *rest)
+        ctx.save_for_backward(logits_NV)
+        ctx.upstream = Upstream()
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(record.values_5N, record.flags_2N)
-        return record.values_5N[0].sum(), record.values_5N, record.flags_2N
+        ctx.mark_non_differentiable(values, flags)
+        return loss, values, flags
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, None]:
-        refuse_create_graph()
+    def backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        if upstream is None:
+            return (None,) * 18
         (dlogits_NV,) = ctx.saved_tensors
-        return (None if upstream is None else scaled(dlogits_NV, upstream)), None
-
-
-def scaled(grad: Tensor, upstream: Tensor) -> Tensor:
-    """grad * upstream out of place, so that a second backward finds `grad` as it was.
-
-    An upstream of exactly 1 returns `grad` itself (on a CPU, where looking costs nothing): autograd then hands the
-    memory on without a copy once the graph is freed, and copies as long as the graph is kept. For a head of
-    49152 x 576 this is 113 MB and 5 % of the time of `linear_policy_loss`.
-    """
-    if upstream.device.type == "cpu" and upstream.item() == 1.0:
-        return grad
-    return grad * upstream.to(grad.dtype)
-
-
-def _zero_the_rest_(dlogits_NV: Tensor, rows: ActiveRows) -> None:
-    """In place: rows without loss and padded ids have gradient exactly 0."""
-    dlogits_NV[:, rows.vocab :] = 0
-    idle = torch.ones(dlogits_NV.shape[0], dtype=torch.bool, device=dlogits_NV.device)
-    idle[rows.index] = False
-    dlogits_NV.index_fill_(0, idle.nonzero().squeeze(1), 0)
+        return *ctx.upstream.times([dlogits_NV], upstream, [dlogits_NV.dtype]), *[None] * 17
 
 
 _OVERWRITTEN = "_rhotrain_overwritten"
@@ -220,7 +195,11 @@ def _check_reuse(logits_NV: Tensor, overwrite: bool) -> None:
 
     Autograd says nothing when a leaf's values are overwritten inside a Function.
     """
+    if overwrite and 0 in logits_NV.stride() and logits_NV.numel() > 1:
+        raise ValueError("inplace: rows of the logits share memory (an expanded tensor); use inplace=False")
     owner = _owner(logits_NV)
+    if torch.compiler.is_compiling():
+        return
     mark = getattr(owner, _OVERWRITTEN, None)
     if mark is not None and mark == (logits_NV.data_ptr(), logits_NV._version):
         raise ValueError(
@@ -262,22 +241,26 @@ def policy_loss(
     """
     check_logits(logits_NV, token_ids_N)
     check_inputs(inputs, token_ids_N)
-    resolve_backend(backend, logits_NV)
+    triton = resolve_backend(backend, logits_NV) == "triton"
     want_grad = torch.is_grad_enabled() and logits_NV.requires_grad
     overwrite = inplace and want_grad
     _check_reuse(logits_NV, overwrite)
-    rows = active_rows(
+    rows = check_rows(
         token_ids_N,
-        vocab=logits_NV.shape[1],
+        columns=logits_NV.shape[1],
         dtype=promoted_dtype(logits_NV),
         temperature=temperature,
         vocab_size=vocab_size,
         ignore_index=ignore_index,
         kept=kept,
-        weights_N=inputs.weights,
     )
-    loss, values, flags = _PolicyLoss.apply(logits_NV, _Call(rows, inputs, objective, overwrite, want_grad))
-    if overwrite:
+    PolicyCall(rows, inputs, objective, triton).check()
+    arguments = (*rows.flat, *inputs.named().values(), *pack_objective(objective), triton)
+    if not overwrite:
+        loss, values, flags, _ = _op(logits_NV, *arguments, want_grad)
+        return unpack_policy_loss(loss, values, flags)
+    loss, values, flags = _InPlace.apply(logits_NV, *arguments)
+    if not torch.compiler.is_compiling():
         setattr(_owner(logits_NV), _OVERWRITTEN, (logits_NV.data_ptr(), logits_NV._version))
     return unpack_policy_loss(loss, values, flags)
 

@@ -13,8 +13,11 @@ sample low, sample high, 0). So it depends on neither the batch nor its order. O
 trick) would cost more than a whole decode step on a CPU: 867 ms for 64 rows of 49152. The CDF has two levels: sums over
 fixed blocks of 1024 ids, then the ids of one block.
 
-Sources: Philox, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; top-p, Holtzman et al., arXiv
-1904.09751; min-p, Nguyen et al., arXiv 2407.01082.
+The kernels (`sampling_kernels.py`) follow the same definitions in float32, from the same uniform: the token is the same
+unless the uniform lies within rounding of a boundary of the CDF, the kept set unless a mark does. They read a row once
+when nothing is cut, three or four times for the usual top-k, seven for a top-p that keeps most of 49152 ids.
+
+Sources: top-p, Holtzman et al., arXiv 1904.09751; min-p, Nguyen et al., arXiv 2407.01082; Philox in `philox.py`.
 """
 
 from dataclasses import dataclass
@@ -22,8 +25,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rhotrain.kernels.backend import Backend, inverse_temperature, promote, resolve_backend
-from rhotrain.kernels.logprob import KeptSet
+from rhotrain.kernels.backend import Backend, promote, promoted_dtype, resolve_backend
+from rhotrain.kernels.philox import philox_uniform
+from rhotrain.kernels.rows import KeptSet
+from rhotrain.kernels.sampling_kernels import draw_rows, kept_sets
+from rhotrain.kernels.sampling_params import RowParams, checked, row_param
 
 BLOCK = 1024
 """Vocabulary ids per block of the two-level CDF. Fixed: it decides the rounding, and so the token at a boundary."""
@@ -34,18 +40,13 @@ CHUNK = 2**19
 BINS_PER_NAT, BINS = 8, 256
 """The histogram that bounds a top-p set: bins of 1/8 below the row's maximum, the last one open."""
 
-_MASK32 = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """What `sample_tokens` drew, one entry per row.
 
     token_ids: int64 [B].
-    logprobs: [B], log p of the token over the full real vocabulary at the row's temperature (1 for a greedy
-        row),
+    logprobs: [B], log p of the token over the full real vocabulary at the row's temperature (1 for a greedy row),
         whatever was truncated.
     kept_mass: [B], mass under p of the set that the token was drawn from (1 when nothing was cut).
     kept_count: int64 [B], size of that set. kept: the sets themselves, ids ascending, when asked for.
@@ -59,85 +60,6 @@ class Sample:
     kept_count: Tensor
     kept: KeptSet | None
     error: Tensor
-
-
-def philox4x32(counter_4B: Tensor, key_2B: Tensor) -> Tensor:
-    """Philox4x32-10: four 32-bit words per column from a 128-bit counter and a 64-bit key.
-
-    counter_4B, key_2B: int64 [4,B] and [2,B] holding words in [0, 2^32). Returns int64 [4,B] of such words.
-    Products wrap modulo 2^64, so the high word is the arithmetic shift with its sign bits masked off.
-    """
-    multipliers = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=counter_4B.device)[:, None]
-    weyl = torch.tensor(_WEYL, dtype=torch.int64, device=counter_4B.device)[:, None]
-    even, odd, key = counter_4B[0::2], counter_4B[1::2], key_2B
-    for _ in range(10):
-        product = even * multipliers
-        even = ((product >> 32) & _MASK32).flip(0) ^ odd ^ key
-        odd = (product & _MASK32).flip(0)
-        key = (key + weyl) & _MASK32
-    return torch.stack((even[0], odd[0], even[1], odd[1]))
-
-
-def philox_uniform(seeds: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
-    """One uniform in [0, 1) per row: the top 24 bits of Philox's first word, exact in float32.
-
-    seeds, samples, positions: int64 [B]; seeds are the key, positions the counter's first word, samples the next two.
-    Returns float32 [B].
-    """
-    zero = torch.zeros_like(positions)
-    counter = torch.stack((positions & _MASK32, samples & _MASK32, (samples >> 32) & _MASK32, zero))
-    key = torch.stack((seeds & _MASK32, (seeds >> 32) & _MASK32))
-    return (philox4x32(counter, key)[0] >> 8).to(torch.float32) * 2.0**-24
-
-
-@dataclass(frozen=True, slots=True)
-class _Params:
-    """The truncation of each row, tensors [B]; top_k is 0 where it cuts nothing."""
-
-    greedy: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-
-    def select(self, index: Tensor) -> "_Params":
-        return _Params(self.greedy[index], self.top_k[index], self.top_p[index], self.min_p[index])
-
-    @property
-    def truncates(self) -> Tensor:
-        return ~self.greedy & ((self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0))
-
-
-def _row_param(name: str, value: float | Tensor, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    tensor = torch.as_tensor(value, dtype=dtype, device=device)
-    if tensor.dim() > 1 or (tensor.dim() == 1 and len(tensor) != rows):
-        raise ValueError(
-            f"{name}: shape {tuple(tensor.shape)} does not fit {rows} rows; give a number or a tensor [{rows}]"
-        )
-    return tensor.expand(rows)
-
-
-def _params(
-    logits: Tensor, temperature: float | Tensor, top_k: int | Tensor, top_p: float | Tensor, min_p: float | Tensor
-) -> tuple[Tensor, _Params]:
-    """1/T [B] (1 where greedy) and the truncation. Ranges are checked on a CPU only: a GPU would have to wait."""
-    rows, vocab = logits.shape
-    device = logits.device
-    t = _row_param("temperature", temperature, rows, logits.dtype, device)
-    k = _row_param("top_k", top_k, rows, torch.int64, device)
-    p = _row_param("top_p", top_p, rows, torch.float64, device)
-    m = _row_param("min_p", min_p, rows, torch.float64, device)
-    if device.type == "cpu":
-        _check_range("temperature", t, (t >= 0.0) & torch.isfinite(t), "a finite value >= 0 (0 is greedy)")
-        _check_range("top_k", k, k >= 0, "top_k >= 0 (0 keeps all)")
-        _check_range("top_p", p, (p > 0.0) & (p <= 1.0), "0 < top_p <= 1 (1 keeps all)")
-        _check_range("min_p", m, (m >= 0.0) & (m <= 1.0), "0 <= min_p <= 1 (0 keeps all)")
-    inverse = inverse_temperature(torch.where(t == 0.0, 1.0, t), logits.dtype, device)
-    return inverse, _Params(t == 0.0, torch.where(k >= vocab, 0, k), p, m)
-
-
-def _check_range(name: str, values: Tensor, ok: Tensor, rule: str) -> None:
-    if not bool(ok.all()):
-        raise ValueError(f"{name}: {values[~ok][0].item()} is out of range; need {rule}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +135,7 @@ def _top_p_threshold(x_BV: Tensor, maximum: Tensor, mass: Tensor) -> Tensor:
     return torch.where(last < BINS - 1, floor, -torch.inf)
 
 
-def _threshold(x_BV: Tensor, maximum: Tensor, total: Tensor, params: _Params) -> Tensor:
+def _threshold(x_BV: Tensor, maximum: Tensor, total: Tensor, params: RowParams) -> Tensor:
     """A value [B] at or above which all ids of the kept set lie. Mostly few more do, so that little is left to sort."""
     # Where top-p needs the mass of the top-k set, that set must be whole.
     prunes = (params.top_k == 0) | (params.top_p >= 1.0)
@@ -252,7 +174,7 @@ def _candidates(x_BV: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     return values_BC, ids_BC
 
 
-def _cut(x_BV: Tensor, index: Tensor, maximum: Tensor, total: Tensor, params: _Params) -> _Cut:
+def _cut(x_BV: Tensor, index: Tensor, maximum: Tensor, total: Tensor, params: RowParams) -> _Cut:
     """Cut rows of x by top-k, top-p and min-p in the total order (value descending, id ascending: a stable sort)."""
     values_BC, ids_BC = _candidates(x_BV, _threshold(x_BV, maximum, total, params))
     sorted_BC, order = values_BC.sort(dim=1, descending=True, stable=True)
@@ -272,7 +194,7 @@ def _cut(x_BV: Tensor, index: Tensor, maximum: Tensor, total: Tensor, params: _P
     )
 
 
-def _truncate(logits_BV: Tensor, inverse: Tensor, dist: _Softmax, params: _Params, rows: Tensor) -> list[_Cut]:
+def _truncate(logits_BV: Tensor, inverse: Tensor, dist: _Softmax, params: RowParams, rows: Tensor) -> list[_Cut]:
     """Cuts of the rows that `rows` (bool [B]) marks, a chunk of rows each."""
     index = rows.nonzero()[:, 0]
     cuts = []
@@ -315,45 +237,10 @@ def _kept_sets(
     return KeptSet(lengths.cumsum(0), torch.cat([everything[:0], *sets]).to(torch.int32))
 
 
-def sample_tokens(
-    logits_BV: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor = 0,
-    top_p: float | Tensor = 1.0,
-    min_p: float | Tensor = 0.0,
-    seeds: Tensor,
-    positions: Tensor,
-    samples: Tensor,
-    vocab_size: int | None = None,
-    allowed: KeptSet | None = None,
-    banned: KeptSet | None = None,
-    keep_sets: bool = False,
-    backend: Backend = "auto",
-) -> Sample:
-    """Draw one token per row of logits [B,V] (any float type, any row stride); see the module's text for the rules.
-
-    temperature, top_k, top_p, min_p: a number or a tensor [B]. Temperature 0 is greedy: the largest value, the smallest
-        id on a tie, its logprob at temperature 1, kept_mass 1 and a kept set of that one id.
-    seeds, samples, positions: int64 [B], key and counter of the row's random number; negative values count as bits.
-    vocab_size: the real vocabulary; ids from there on do not exist (they are padding of the head).
-    allowed: ids that may be drawn, one set per row. banned: ids that may not. Both come before truncation, and neither
-        changes the distribution that logprobs and kept_mass speak of.
-    keep_sets: return the kept sets. A row that truncates nothing keeps every id it may draw: V numbers.
-
-    ValueError names a parameter out of range (checked on a CPU), a shape that does not fit, or an unknown id.
-    """
-    resolve_backend(backend, logits_BV)
-    rows, vocab = logits_BV.shape
-    if vocab_size is not None and not 1 <= vocab_size <= vocab:
-        raise ValueError(f"vocab_size: {vocab_size} is not in [1, {vocab}], the columns of the logits")
-    logits = promote(logits_BV.detach()[:, :vocab_size])
+def _reference(logits_BV: Tensor, may_draw: Tensor | None, params: RowParams, keep_sets: bool) -> Sample:
+    logits, inverse = promote(logits_BV), params.inverse
     vocab = logits.shape[1]
-    inverse, params = _params(logits, temperature, top_k, top_p, min_p)
-    counters = (("seeds", seeds), ("samples", samples), ("positions", positions))
-    uniform = philox_uniform(*(_row_param(name, t, rows, torch.int64, logits.device) for name, t in counters))
-
-    may_draw = _may_draw(rows, vocab, allowed, banned)
+    uniform = philox_uniform(params.seeds, params.samples, params.positions)
     drawable_BV = logits if may_draw is None else logits.masked_fill(~may_draw, -torch.inf)
     full = _Softmax.of(logits, inverse)
     dist = full if may_draw is None else _Softmax.of(drawable_BV, inverse)
@@ -383,3 +270,131 @@ def sample_tokens(
         kept=_kept_sets(token_ids, vocab, may_draw, cuts, greedy, error) if keep_sets else None,
         error=error,
     )
+
+
+# ---- Triton ---------------------------------------------------------------------------------------------------------
+
+
+def _triton(
+    logits_BV: Tensor, may_draw: Tensor | None, params: RowParams, keep_sets: bool, may_truncate: bool
+) -> Sample:
+    drawn = draw_rows(logits_BV, may_draw, params, may_truncate)
+    return Sample(
+        token_ids=drawn.token_ids,
+        logprobs=drawn.values[0],
+        kept_mass=drawn.values[1],
+        kept_count=drawn.counts,
+        kept=kept_sets(logits_BV, may_draw, params, drawn) if keep_sets else None,
+        error=drawn.errors,
+    )
+
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+
+def _sample(
+    logits_BV: Tensor,
+    params: RowParams,
+    allowed: KeptSet | None,
+    banned: KeptSet | None,
+    keep_sets: bool,
+    may_truncate: bool,
+    triton: bool,
+) -> Sample:
+    rows, vocab = logits_BV.shape
+    params = checked(params, vocab)
+    may_draw = _may_draw(rows, vocab, allowed, banned)
+    if triton:
+        return _triton(logits_BV, may_draw, params, keep_sets, may_truncate)
+    return _reference(logits_BV, may_draw, params, keep_sets)
+
+
+@torch.library.custom_op("rhotrain::sample_tokens", mutates_args=())
+def _sample_op(
+    logits_BV: Tensor,
+    params: list[Tensor],
+    allowed: list[Tensor],
+    banned: list[Tensor],
+    may_truncate: bool,
+    triton: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`_sample` without kept sets as one node of a compiled graph; `allowed`, `banned`: (offsets, ids) or nothing."""
+    allowed_sets, banned_sets = (KeptSet(*sets) if sets else None for sets in (allowed, banned))
+    sample = _sample(logits_BV, RowParams(*params), allowed_sets, banned_sets, False, may_truncate, triton)
+    # An op may not return two views of one tensor.
+    return sample.token_ids, sample.logprobs.clone(), sample.kept_mass.clone(), sample.kept_count, sample.error
+
+
+@_sample_op.register_fake
+def _(
+    logits_BV: Tensor,
+    params: list[Tensor],
+    allowed: list[Tensor],
+    banned: list[Tensor],
+    may_truncate: bool,
+    triton: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows = logits_BV.shape[0]
+    value = torch.float64 if logits_BV.dtype == torch.float64 else torch.float32
+    token_ids, logprobs, kept_mass, kept_count, error = (
+        logits_BV.new_empty(rows, dtype=dtype) for dtype in (torch.int64, value, value, torch.int64, torch.bool)
+    )
+    return token_ids, logprobs, kept_mass, kept_count, error
+
+
+def sample_tokens(
+    logits_BV: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor = 0,
+    top_p: float | Tensor = 1.0,
+    min_p: float | Tensor = 0.0,
+    seeds: Tensor,
+    positions: Tensor,
+    samples: Tensor,
+    vocab_size: int | None = None,
+    allowed: KeptSet | None = None,
+    banned: KeptSet | None = None,
+    keep_sets: bool = False,
+    backend: Backend = "auto",
+) -> Sample:
+    """Draw one token per row of logits [B,V] (any float type, any row stride); see the module's text for the rules.
+
+    temperature, top_k, top_p, min_p: a number or a tensor [B]. Temperature 0 is greedy: the largest value, the smallest
+        id on a tie, its logprob at temperature 1, kept_mass 1 and a kept set of that one id.
+    seeds, samples, positions: int64 [B], key and counter of the row's random number; negative values count as bits.
+    vocab_size: the real vocabulary; ids from there on do not exist (they are padding of the head).
+    allowed: ids that may be drawn, one set per row. banned: ids that may not. Both come before truncation, and neither
+        changes the distribution that logprobs and kept_mass speak of.
+    keep_sets: return the kept sets. A row that truncates nothing keeps every id it may draw: V numbers.
+    backend: see `resolve_backend`; float64 logits take the reference. On CUDA only keep_sets waits for the device, and
+        without it the call is one node of a graph under `torch.compile` (the op `rhotrain::sample_tokens`).
+
+    ValueError names a parameter out of range (checked on a CPU), a shape that does not fit, or an unknown id.
+    """
+    triton = resolve_backend(backend, logits_BV) == "triton"
+    rows, vocab = logits_BV.shape
+    if vocab_size is not None and not 1 <= vocab_size <= vocab:
+        raise ValueError(f"vocab_size: {vocab_size} is not in [1, {vocab}], the columns of the logits")
+    logits, device = logits_BV.detach()[:, :vocab_size], logits_BV.device
+    share = torch.float32 if triton else torch.float64
+    params = RowParams(
+        temperature=row_param("temperature", temperature, rows, promoted_dtype(logits), device),
+        top_k=row_param("top_k", top_k, rows, torch.int64, device),
+        top_p=row_param("top_p", top_p, rows, share, device),
+        min_p=row_param("min_p", min_p, rows, share, device),
+        seeds=row_param("seeds", seeds, rows, torch.int64, device),
+        samples=row_param("samples", samples, rows, torch.int64, device),
+        positions=row_param("positions", positions, rows, torch.int64, device),
+    )
+    # What numbers tell without asking the device; a tensor may hold anything.
+    may_truncate = any(
+        isinstance(value, Tensor) or value != neutral for value, neutral in ((top_k, 0), (top_p, 1.0), (min_p, 0.0))
+    )
+    if keep_sets or not torch.compiler.is_compiling():
+        return _sample(logits, params, allowed, banned, keep_sets, may_truncate, triton)
+    allowed_tensors, banned_tensors = ([] if s is None else [s.offsets, s.ids] for s in (allowed, banned))
+    token_ids, logprobs, kept_mass, kept_count, error = _sample_op(
+        logits, params.tensors(), allowed_tensors, banned_tensors, may_truncate, triton
+    )
+    return Sample(token_ids, logprobs, kept_mass, kept_count, None, error)

@@ -1,9 +1,12 @@
-"""Float64 truth and awkward inputs for the kernel tests, written from the formulas: no code shared with kernels."""
+"""Float64 truth and awkward inputs for the kernel tests, written from the formulas."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from rhotrain.kernels.logprob import token_logprobs
 
 VOCABS = (1, 17, 1000, 1024, 2053, 4097)
 LOGIT_CASES = ("randn", "peaked", "blocks", "inf_first", "inf_last", "equal")
@@ -57,3 +60,38 @@ def relative_l2(actual: Tensor, expected: Tensor) -> float:
     """||actual - expected|| / ||expected|| in float64."""
     difference = (actual.double() - expected.double()).norm()
     return float(difference / expected.double().norm().clamp(min=1e-300))
+
+
+def upstream_for(rows: int, seed: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    """Non-uniform upstream gradients of (logprobs, entropy, logsumexp), float64, exact in bf16."""
+    g = torch.Generator().manual_seed(seed)
+    a, b, c = torch.randn(3, rows, generator=g, dtype=torch.float64).to(torch.bfloat16).double()
+    return a, b, c
+
+
+def run_token_logprobs(
+    logits: Tensor, ids: Tensor, upstream: tuple[Tensor, ...], **kw: Any
+) -> tuple[list[Tensor], Tensor]:
+    """([logprobs, entropy, logsumexp], dlogits) of our op."""
+    leaf = logits.clone().requires_grad_()
+    out = token_logprobs(leaf, ids, entropy=True, **kw)
+    assert out.entropy is not None
+    values = [out.logprobs, out.entropy, out.logsumexp]
+    torch.autograd.backward(values, [u.to(v) for u, v in zip(upstream, values)])
+    assert leaf.grad is not None
+    return [v.detach() for v in values], leaf.grad
+
+
+def run_plain(
+    logits: Tensor, ids: Tensor, upstream: tuple[Tensor, ...], temperature: float | Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """The same through torch's own functions and autograd, in the logits' dtype, on the finite columns."""
+    columns = finite_columns(logits)
+    leaf = logits[:, columns].clone().requires_grad_()
+    t = temperature[:, None] if isinstance(temperature, Tensor) else temperature
+    values = list(plain_logprobs(leaf / t, torch.searchsorted(columns, ids)))
+    torch.autograd.backward(values, [u.to(v) for u, v in zip(upstream, values)])
+    assert leaf.grad is not None
+    grad = torch.zeros_like(logits)
+    grad[:, columns] = leaf.grad
+    return [v.detach() for v in values], grad

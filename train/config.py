@@ -176,7 +176,7 @@ class AlgoConfig:
     """The objective, the advantages and the inner loop. Presets set these as their papers do (docs/objectives.md)."""
 
     objective: ObjectiveKind = "grpo"
-    """`grpo` (PPO clip), `cispo` (clamped, detached weight), `reinforce`."""
+    """`grpo` (PPO clip), `cispo` (clamped, detached weight), `reinforce`, `sapo` (a gate in place of a clip)."""
     clip_low: float = 0.2
     """grpo: the ratio is clipped below 1 - clip_low."""
     clip_high: float = 0.2
@@ -186,7 +186,8 @@ class AlgoConfig:
     ratio_max: float = 5.0
     """cispo: absolute upper bound of the ratio."""
     kl: KLKind = "k3"
-    """KL estimator in the loss when beta > 0: k2, k3, or k3_k2grad (k3's value with k2's gradient)."""
+    """KL estimator in the loss when beta > 0: k2, k3, k3_k2grad (k3's value with k2's gradient), or k3_unbiased (k3
+    times the ratio)."""
     beta: float = 0.0
     """Coefficient of the KL to the reference in the loss; 0 loads no reference."""
     kl_in_reward: float = 0.0

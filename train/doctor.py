@@ -99,7 +99,7 @@ def _backends() -> dict[str, dict[str, str]]:
     import torch
 
     from rhotrain.kernels.attention import attention_backend
-    from rhotrain.kernels.backend import HAS_TRITON, resolve_backend
+    from rhotrain.kernels.backend import resolve_backend, why_no_triton
 
     chosen = {}
     for name in ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]:
@@ -109,7 +109,8 @@ def _backends() -> dict[str, dict[str, str]]:
         ops = {}
         for op in OPS:
             choice = resolve_backend("auto", sample)
-            ops[op] = choice if choice == "triton" else f"reference ({_why_reference(device.type, HAS_TRITON)})"
+            why = "plain PyTorch is what runs on a CPU" if device.type == "cpu" else why_no_triton(sample)
+            ops[op] = choice if choice == "triton" else f"reference ({why})"
         for label, softcap, sinks in (("", None, False), (" with softcap", 50.0, False), (" with sinks", None, True)):
             backend = attention_backend(device, dtype, softcap, sinks)
             ops[f"attention{label}"] = f"{backend} ({_why_attention(backend, device.type, label)})"
@@ -125,12 +126,6 @@ def _why_attention(backend: str, device: str, label: str) -> str:
     if device == "cpu":
         return "the others need CUDA"
     return f"no other backend here runs bfloat16 attention{label} on this GPU"
-
-
-def _why_reference(device: str, has_triton: bool) -> str:
-    if device == "cpu":
-        return "plain PyTorch is what runs on a CPU"
-    return "no Triton kernel yet" if has_triton else "triton is not installed"
 
 
 def _cache() -> dict[str, Any]:

@@ -126,7 +126,7 @@ def _check_table(name: str, value: Any) -> Any:
 # A choice that is refused on purpose says why.
 REFUSED_CHOICES = {
     ("kl", "k1"): "k1 is refused as a loss: its expected gradient is exactly 0, so it trains nothing; "
-    "use k2, k3 or k3_k2grad, or put k1 into the reward with kl_in_reward",
+    "use k2, k3, k3_k2grad or k3_unbiased, or put k1 into the reward with kl_in_reward",
 }
 
 

@@ -336,12 +336,12 @@ class Trainer:
             f"{config.rollout.group_size} completions, {config.algo.updates_per_rollout} update(s) per rollout"
         )
         objective = learner.objective
-        if objective.uses_ratio and not objective.ratio_min <= 1.0 <= objective.ratio_max:
+        if objective.uses_bounds and not objective.ratio_min <= 1.0 <= objective.ratio_max:
             say(
                 f"warning: the bounds [{objective.ratio_min:g}, {objective.ratio_max:g}] leave out a ratio of 1: every "
                 "on-policy token is clipped; ratio_min and ratio_max are values of the ratio, not distances from 1"
             )
-        elif config.algo.updates_per_rollout == 1 and objective.uses_ratio:
+        elif config.algo.updates_per_rollout == 1 and objective.uses_bounds:
             say(
                 "note: one update per rollout is on-policy: the ratio is 1 up to numerics and clip cannot act; "
                 "num_iterations or minibatches_per_rollout above 1 bring it to life"

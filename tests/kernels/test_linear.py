@@ -1,8 +1,6 @@
 """linear_token_logprobs and linear_policy_loss against the logits versions, and the promise never to hold [N, V]."""
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 from helpers_kernels import relative_l2
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rhotrain.kernels.linear import linear_policy_loss, linear_token_logprobs
@@ -166,7 +165,7 @@ def test_half_weights_are_cast_tile_by_tile(monkeypatch: pytest.MonkeyPatch) -> 
     leaves = require_grad(plain)
     results = []
     for tile in (2**22, 10 * H):
-        monkeypatch.setattr("rhotrain.kernels.linear.WEIGHT_TILE_ELEMENTS", tile)
+        monkeypatch.setattr("rhotrain.kernels.head_gemm.WEIGHT_TILE_ELEMENTS", tile)
         out = linear_policy_loss(leaves["hidden"], leaves["weight"], ids, inputs, OBJECTIVE, **kw)
         results.append({"loss": out.loss.detach(), **gradients(out.loss, leaves)})
     assert_same(results[0], results[1], rtol=2**-7, atol=1e-5)
@@ -233,13 +232,16 @@ def test_tied_head_gets_both_gradients() -> None:
 
 
 class Shapes(TorchDispatchMode):
-    """Every operator's name with the shapes of its tensor results."""
+    """Every operator's name with the shapes of its tensor results; our own operators are looked into."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, tuple[int, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "rhotrain":
+            with self:
+                return OPDEFS[func._schema.name]._init_fn(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, tuple | list) else (out,):
             if isinstance(x, Tensor):
@@ -254,7 +256,8 @@ def test_frozen_head_and_frozen_hidden_cost_nothing() -> None:
     with Shapes() as shapes:
         out = linear_policy_loss(leaves["hidden"], plain["weight"], ids, inputs, OBJECTIVE, **kw)
         (hidden_grad,) = torch.autograd.grad(out.loss, leaves["hidden"])
-    results = [shape for name, shape in shapes.seen if "slice" not in name]
+    views = ("slice", "detach", "alias", "aten.to.")  # a `to` that changes something is a _to_copy
+    results = [shape for name, shape in shapes.seen if not any(view in name for view in views)]
     assert (V, H) not in results and (V - 3, H) not in results
     full = linear_policy_loss(leaves["hidden"], leaves["weight"], ids, inputs, OBJECTIVE, **kw)
     grads = gradients(full.loss, leaves)
@@ -282,7 +285,7 @@ def test_rows_without_loss_are_dropped_before_the_gemm(bad: float) -> None:
     grads = gradients(out.loss, leaves)
     assert all(bool(g.isfinite().all()) for g in grads.values())
     assert bool((grads["hidden"][[2, 5]] == 0).all())
-    rows = [shape[0] for name, shape in shapes.seen if "mm.out" in name]
+    rows = [shape[0] for name, shape in shapes.seen if "mm.out" in name and shape[1] == V - 3]
     assert sum(rows) == N - 2 and max(rows) <= 6
 
 
@@ -345,7 +348,7 @@ def test_first_update_has_ratio_one_exactly() -> None:
 def test_no_tensor_of_all_rows_and_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward of both ops with the default chunk rule: nothing is larger than the chunk."""
     vocab, rows, limit = 2**13, 300, 2**19
-    monkeypatch.setattr("rhotrain.kernels.linear.CHUNK_ELEMENTS", limit)
+    monkeypatch.setattr("rhotrain.kernels.head_gemm.CHUNK_ELEMENTS", limit)
     hidden = torch.randn(rows, 2, requires_grad=True)
     weight = torch.randn(vocab, 2, requires_grad=True)
     ids, zeros = torch.randint(0, vocab, (rows,)), torch.zeros(rows)
@@ -353,52 +356,8 @@ def test_no_tensor_of_all_rows_and_the_vocabulary(monkeypatch: pytest.MonkeyPatc
     with Shapes() as shapes:
         linear_policy_loss(hidden, weight, ids, inputs, Objective()).loss.backward()
         linear_token_logprobs(hidden, weight, ids).logprobs.sum().backward()
+    assert sum("mm" in name for name, _ in shapes.seen) > 12  # the mode saw inside
     assert max(math.prod(shape) for _, shape in shapes.seen) <= limit < rows * vocab / 4
-
-
-PEAK = """
-import resource, sys, torch
-from rhotrain.kernels.linear import linear_policy_loss
-from rhotrain.kernels.policy_loss import PolicyInputs
-from rhotrain.kernels.spec import Objective
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
-
-which, N, V, H = sys.argv[1], 2048, 49152, 64
-torch.manual_seed(0)
-hidden, weight = torch.randn(N, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
-ids, zeros = torch.randint(0, V, (N,)), torch.zeros(N)
-(hidden[:1] @ weight.t()).sum().backward()
-hidden.grad = weight.grad = None
-before = resident()
-if which == "ours":
-    inputs = PolicyInputs(old_logprobs=zeros - 40, advantages=zeros + 1, weights=zeros + 1)
-    linear_policy_loss(hidden, weight, ids, inputs, Objective()).loss.backward()
-else:
-    logp = torch.log_softmax(hidden @ weight.t(), -1).gather(1, ids[:, None]).squeeze(1)
-    ratio = torch.exp(torch.clamp(logp - (zeros - 40), -20, 20))
-    (-torch.min(ratio, ratio.clamp(0.8, 1.2))).sum().backward()
-print(peak() - before)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_memory_against_naive() -> None:
-    """Resident memory above the inputs, each in its own process: below a quarter of the naive path's."""
-
-    def run(which: str) -> float:
-        done = subprocess.run([sys.executable, "-c", PEAK, which], capture_output=True, text=True, check=True)
-        return float(done.stdout)
-
-    ours, naive = run("ours"), run("naive")
-    print(f"peak extra memory: ours {ours:.0f} MiB, naive {naive:.0f} MiB, ratio {ours / naive:.3f}")
-    assert naive > 2 * 2048 * 49152 * 4 / 2**20  # at least two [N, V] tensors, so the comparison means something
-    assert ours < naive / 4
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -417,7 +376,10 @@ def test_peak_memory_against_naive() -> None:
         ({"vocab_size": 9}, "vocab_size: 9 is not in"),
         ({"temperature": 0.0}, "temperature: 0.0 must be"),
         ({"weight": torch.zeros(5, 3, device="meta")}, "on cpu, meta and cpu"),
-        ({"backend": "triton"}, "backend: 'triton' has no kernel"),
+        ({"weight": torch.zeros(5, 3, dtype=torch.float64), "backend": "triton"}, "backend: 'triton' cannot run here"),
+        ({"weight": torch.zeros(5, 3, dtype=torch.int64)}, "hidden, lm_head: need floating point"),
+        ({"softcap": math.inf}, "softcap: inf must be > 0 and finite"),
+        ({"logit_scale": math.nan}, "logit_scale: nan must be finite"),
     ],
 )
 def test_refusals(change: dict[str, Any], message: str) -> None:

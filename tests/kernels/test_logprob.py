@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_kernels import LOGIT_CASES, VOCABS, finite_columns, make_logits, plain_logprobs, ulp
+from helpers_kernels import LOGIT_CASES, VOCABS, make_logits, run_plain, run_token_logprobs, ulp, upstream_for
 from torch import Tensor
 
 from rhotrain.kernels.backend import inverse_temperature, resolve_backend
@@ -13,38 +13,6 @@ from rhotrain.kernels.logprob import KeptSet, token_logprobs
 from rhotrain.kernels.rows import row_blocks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def run(logits: Tensor, ids: Tensor, upstream: tuple[Tensor, Tensor, Tensor], **kw: Any) -> tuple[list[Tensor], Tensor]:
-    """([logprobs, entropy, logsumexp], dlogits) of our op."""
-    leaf = logits.clone().requires_grad_()
-    out = token_logprobs(leaf, ids, entropy=True, **kw)
-    assert out.entropy is not None
-    values = [out.logprobs, out.entropy, out.logsumexp]
-    torch.autograd.backward(values, [u.to(v.dtype) for u, v in zip(upstream, values)])
-    assert leaf.grad is not None
-    return [v.detach() for v in values], leaf.grad
-
-
-def run_plain(
-    logits: Tensor, ids: Tensor, upstream: tuple[Tensor, ...], temperature: float | Tensor
-) -> tuple[list[Tensor], Tensor]:
-    """The same through torch's own functions and autograd, in the logits' dtype, on the finite columns."""
-    columns = finite_columns(logits)
-    leaf = logits[:, columns].clone().requires_grad_()
-    t = temperature[:, None] if isinstance(temperature, Tensor) else temperature
-    values = list(plain_logprobs(leaf / t, torch.searchsorted(columns, ids)))
-    torch.autograd.backward(values, [u.to(v.dtype) for u, v in zip(upstream, values)])
-    assert leaf.grad is not None
-    grad = torch.zeros_like(logits)
-    grad[:, columns] = leaf.grad
-    return [v.detach() for v in values], grad
-
-
-def upstream_for(rows: int, seed: int = 3) -> tuple[Tensor, Tensor, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    a, b, c = torch.randn(3, rows, generator=g, dtype=torch.float64).to(torch.bfloat16).double()
-    return a, b, c
 
 
 @pytest.mark.parametrize("case", LOGIT_CASES)
@@ -59,7 +27,7 @@ def test_error_is_no_larger_than_eager(vocab: int, case: str) -> None:
         largest = float(exact[torch.isfinite(exact)].abs().max()) / temperature
         for dtype in DTYPES:
             logits = exact.to(dtype)
-            ours, grad = run(logits, ids, upstream, temperature=temperature)
+            ours, grad = run_token_logprobs(logits, ids, upstream, temperature=temperature)
             eager, eager_grad = run_plain(logits, ids, upstream, temperature)
             for name, a, e, t in zip(("logprob", "entropy", "logsumexp"), ours, eager, truth):
                 assert a.dtype == torch.float32
@@ -75,7 +43,7 @@ def test_real_vocabularies(vocab: int) -> None:
     exact, ids = make_logits("blocks", 2, vocab)
     upstream = upstream_for(2)
     truth, truth_grad = run_plain(exact, ids, upstream, 1.3)
-    ours, grad = run(exact.float(), ids, upstream, temperature=1.3)
+    ours, grad = run_token_logprobs(exact.float(), ids, upstream, temperature=1.3)
     for a, t in zip(ours, truth):
         assert float((a.double() - t).abs().max()) <= 1e-5
     assert float((grad.double() - truth_grad).abs().max()) <= 1e-6
@@ -129,7 +97,7 @@ def test_per_row_temperature() -> None:
     temperature = torch.tensor([0.1, 0.6, 1.0, 1.3, 2.0, 10.0])
     upstream = upstream_for(6)
     truth, truth_grad = run_plain(exact, ids, upstream, temperature.double())
-    ours, grad = run(exact, ids, upstream, temperature=temperature.double())
+    ours, grad = run_token_logprobs(exact, ids, upstream, temperature=temperature.double())
     for a, t in zip(ours, truth):
         torch.testing.assert_close(a, t, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(grad, truth_grad, rtol=1e-10, atol=1e-13)
@@ -154,8 +122,8 @@ def test_padded_vocabulary_does_not_exist() -> None:
     padded[:, 900:950] = 1e30
     padded[:, 950:] = math.nan
     upstream = upstream_for(3)
-    ours, grad = run(padded, ids, upstream, vocab_size=900)
-    cut, cut_grad = run(exact.float()[:, :900].contiguous(), ids, upstream)
+    ours, grad = run_token_logprobs(padded, ids, upstream, vocab_size=900)
+    cut, cut_grad = run_token_logprobs(exact.float()[:, :900].contiguous(), ids, upstream)
     for a, b in zip(ours, cut):
         assert torch.equal(a, b)
     assert torch.equal(grad[:, :900], cut_grad) and bool((grad[:, 900:] == 0).all())
@@ -172,7 +140,7 @@ def test_any_stride(layout: str) -> None:
     }[layout]
     ids = torch.arange(4)
     upstream = upstream_for(4)
-    ours, _ = run(logits.contiguous(), ids, upstream)
+    ours, _ = run_token_logprobs(logits.contiguous(), ids, upstream)
     leaf = big.clone().requires_grad_()
     view = {
         "row_stride": leaf[::2, :40],
@@ -193,12 +161,12 @@ def test_ignored_rows_are_never_read() -> None:
     logits[1] = math.nan
     logits[4] = math.inf
     ids[1], ids[4] = -100, -100
-    ours, grad = run(logits, ids, upstream_for(6))
+    ours, grad = run_token_logprobs(logits, ids, upstream_for(6))
     for value in ours:
         assert bool((value[[1, 4]] == 0).all()) and bool(value.isfinite().all())
     assert bool((grad[[1, 4]] == 0).all()) and bool(grad.isfinite().all())
     keep = [0, 2, 3, 5]
-    alone, alone_grad = run(logits[keep], ids[keep], tuple(u[keep] for u in upstream_for(6)))  # type: ignore[arg-type]
+    alone, alone_grad = run_token_logprobs(logits[keep], ids[keep], tuple(u[keep] for u in upstream_for(6)))  # type: ignore[arg-type]
     for value, other in zip(ours, alone):
         assert torch.equal(value[keep], other)
     assert torch.equal(grad[keep], alone_grad)
@@ -275,7 +243,7 @@ def test_kept_set_against_brute_force() -> None:
     lists[5] = list(range(301))
     kept = KeptSet.from_lists(lists)
     upstream = upstream_for(7)
-    ours, grad = run(exact, ids, upstream, kept=kept, temperature=1.7)
+    ours, grad = run_token_logprobs(exact, ids, upstream, kept=kept, temperature=1.7)
     for i, columns in enumerate(lists):
         row = exact[i : i + 1, columns]
         at = torch.tensor([columns.index(int(ids[i]))])
@@ -300,7 +268,7 @@ def test_kept_set_slices() -> None:
     assert as_lists(kept.rows(2, 2)) == []
     assert as_lists(kept.select(torch.tensor([3, 0, 0, 1]))) == [[5], [1, 3], [1, 3], []]
     assert as_lists(kept.select(torch.tensor([], dtype=torch.int64))) == []
-    assert kept.select(torch.tensor([2])).ids.tolist() == [0, 4, 2]
+    assert kept.select(torch.tensor([2])).ids.tolist() == [0, 2, 4]
 
 
 def test_kept_set_refusals() -> None:
@@ -311,6 +279,14 @@ def test_kept_set_refusals() -> None:
         token_logprobs(logits, ids, vocab_size=4, kept=KeptSet.from_lists([[1, 3], [2, 4]]))
     with pytest.raises(ValueError, match="3 rows for 2 token ids"):
         token_logprobs(logits, ids, kept=KeptSet.from_lists([[1], [2], [3]]))
+    offsets = torch.tensor([0, 2, 5])
+    for wrong in ([0, 1, 1, 2, 2], [0, 1, 3, 2, 4]):  # an id twice, and one out of order
+        with pytest.raises(ValueError, match=r"KeptSet.ids: row 1 has 2 after [23]; ids must ascend"):
+            token_logprobs(logits, ids, kept=KeptSet(offsets, torch.tensor(wrong, dtype=torch.int32)))
+    with pytest.raises(ValueError, match=r"KeptSet.offsets: must rise from 0 to the number of ids \(4\), got 0 .. 5"):
+        token_logprobs(logits, ids, kept=KeptSet(offsets, torch.tensor([0, 1, 2, 3], dtype=torch.int32)))
+    with pytest.raises(ValueError, match="kept: need int64 offsets and int32 ids"):
+        token_logprobs(logits, ids, kept=KeptSet(offsets, torch.tensor([0, 1, 2, 3, 4])))
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -335,7 +311,7 @@ def test_kept_set_refusals() -> None:
         ({"logits": torch.zeros(2, 5, dtype=torch.int64)}, "logits: need floating point"),
         ({"logits": torch.zeros(2, 1, 5)}, "logits: need floating point"),
         ({"ids": torch.zeros(2, dtype=torch.int64, device="meta")}, "token_ids: on meta, but logits are on cpu"),
-        ({"backend": "triton"}, "backend: 'triton' has no kernel"),
+        ({"logits": torch.zeros(2, 5, dtype=torch.float64), "backend": "triton"}, "backend: 'triton' cannot run here"),
         ({"backend": "cuda"}, "backend: 'cuda' is not one of"),
     ],
 )
@@ -345,5 +321,15 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
         token_logprobs(arguments.pop("logits"), arguments.pop("ids"), **arguments)
 
 
-def test_backend_choice() -> None:
-    assert resolve_backend("auto", torch.zeros(1)) == resolve_backend("reference", torch.zeros(1)) == "reference"
+def test_backend_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """auto on a CPU is the reference, also where the interpreter could run; asking for Triton says why it cannot."""
+    x = torch.zeros(1)
+    assert resolve_backend("auto", x) == resolve_backend("reference", x) == "reference"
+    assert resolve_backend("auto", x.double()) == "reference"
+    for name, value, why in (
+        ("INTERPRETED", False, "the tensor is on cpu, and kernels run on CUDA"),
+        ("HAS_TRITON", False, "triton is not installed"),
+    ):
+        monkeypatch.setattr(f"rhotrain.kernels.backend.{name}", value)
+        with pytest.raises(ValueError, match=f"backend: 'triton' cannot run here: {why}"):
+            resolve_backend("triton", x)

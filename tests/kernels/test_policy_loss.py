@@ -1,7 +1,7 @@
 """policy_loss against token_logprobs + policy_terms + autograd, and against the formulas written out in float64."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from rhotrain.kernels.logprob import KeptSet, token_logprobs
 from rhotrain.kernels.objective import policy_terms
 from rhotrain.kernels.policy_loss import PolicyInputs, PolicyLoss, policy_loss
-from rhotrain.kernels.spec import KLKind, Objective, ObjectiveKind
+from rhotrain.kernels.spec import CELLS, KL_KINDS, Cell, KLKind, Objective, ObjectiveKind, RatioLevel
 
 METRICS = ("logprobs", "ratio", "kl", "entropy", "clipped_low", "clipped_high")
 
@@ -30,6 +30,7 @@ def make_inputs(logprobs_N: Tensor, seed: int = 1, spread: float = 0.4) -> Polic
         weights=randn().abs() + 0.1,
         ref_logprobs=lp + spread * randn(),
         importance=randn().abs(),
+        sequence_ids=torch.arange(lp.shape[0]) // 3 * 7 % 5,
     )
 
 
@@ -48,9 +49,24 @@ def unfused(logits: Tensor, ids: Tensor, inputs: PolicyInputs, objective: Object
         inputs.ref_logprobs,
         inputs.importance,
         out.entropy,
+        inputs.sequence_ids,
     )
     result = {name: getattr(terms, name) for name in ("ratio", "kl", "clipped_low", "clipped_high")}
     return {"loss": terms.loss.sum(), "logprobs": out.logprobs, "entropy": out.entropy, **result}
+
+
+def objective_of(cell: Cell, kl: KLKind, entropy_coef: float) -> Objective:
+    """An objective of the cell, with a KL and bounds that some of `make_inputs`'s ratios cross."""
+    return Objective(
+        kind=cast(ObjectiveKind, cell.kind),
+        ratio_level=cast(RatioLevel, cell.ratio_level),
+        ratio_min=0.85,
+        ratio_max=1.1,
+        dual_clip=1.3 if cell.dual_clip else None,
+        kl=kl,
+        beta=0.0 if kl == "none" else 0.2,
+        entropy_coef=entropy_coef,
+    )
 
 
 def problem(rows: int = 9, vocab: int = 61) -> tuple[Tensor, Tensor, PolicyInputs, dict[str, Any]]:
@@ -67,10 +83,10 @@ def problem(rows: int = 9, vocab: int = 61) -> tuple[Tensor, Tensor, PolicyInput
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
-@pytest.mark.parametrize("kl", ["none", "k2", "k3", "k3_k2grad"])
-@pytest.mark.parametrize("kind", ["grpo", "cispo", "reinforce"])
-def test_fused_is_unfused(kind: ObjectiveKind, kl: KLKind, entropy_coef: float) -> None:
-    objective = Objective(kind=kind, kl=kl, beta=0.0 if kl == "none" else 0.2, entropy_coef=entropy_coef)
+@pytest.mark.parametrize("kl", KL_KINDS)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_fused_is_unfused(cell: Cell, kl: KLKind, entropy_coef: float) -> None:
+    objective = objective_of(cell, kl, entropy_coef)
     logits, ids, inputs, kw = problem()
     leaf = logits.clone().requires_grad_()
     ours = policy_loss(leaf, ids, inputs, objective, **kw)
@@ -285,6 +301,8 @@ def test_inplace_gives_the_same_and_overwrites() -> None:
 def test_inplace_refusals() -> None:
     base, ids, inputs, kw = problem()
     leaf = base.clone().requires_grad_()
+    with pytest.raises(ValueError, match="inplace: rows of the logits share memory"):
+        policy_loss((leaf[:1] * 2.0).expand(9, 61), ids, inputs, Objective(), inplace=True, **kw)
     for logits in (leaf, leaf.view(9, 61), leaf[:]):
         with pytest.raises(ValueError, match="inplace: logits are a leaf that requires grad"):
             policy_loss(logits, ids, inputs, Objective(), inplace=True, **kw)
@@ -345,7 +363,7 @@ def test_policy_inputs_rows_and_select() -> None:
     inputs = PolicyInputs(old_logprobs=x, advantages=x + 10, weights=x + 20, ref_logprobs=x + 30)
     assert len(inputs) == 4
     part = inputs.rows(1, 3)
-    assert part.weights.tolist() == [21, 22] and part.importance is None
+    assert part.weights.tolist() == [21, 22] and part.importance is None and part.sequence_ids is None
     picked = inputs.select(torch.tensor([3, 0]))
     assert picked.ref_logprobs is not None and picked.ref_logprobs.tolist() == [33, 30]
     assert picked.old_logprobs is not None and picked.old_logprobs.tolist() == [3, 0]
@@ -359,6 +377,8 @@ def test_policy_inputs_rows_and_select() -> None:
         ("old_logprobs", torch.zeros(2, dtype=torch.bfloat16), "old_logprobs: torch.bfloat16 is refused"),
         ("weights", torch.ones(2, dtype=torch.bool), "weights: torch.bool is refused"),
         ("importance", torch.ones(2, requires_grad=True), "importance: requires grad"),
+        ("sequence_ids", torch.zeros(2), "sequence_ids: torch.float32 is refused; pass int64"),
+        ("weights", torch.zeros(2, device="meta"), "weights: on meta, but advantages are on cpu"),
         ("ref_logprobs", torch.ones(2, requires_grad=True), "ref_logprobs: requires grad"),
     ],
 )
@@ -378,5 +398,7 @@ def test_policy_loss_refusals() -> None:
         policy_loss(torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64), inputs, Objective())
     with pytest.raises(ValueError, match=r"row 1 has id 5, outside \[0, 5\)"):
         policy_loss(logits, torch.tensor([0, 5]), inputs, Objective())
-    with pytest.raises(ValueError, match="backend: 'triton' has no kernel"):
-        policy_loss(logits, ids, inputs, Objective(), backend="triton")
+    with pytest.raises(ValueError, match="backend: 'triton' cannot run here: float64 has no kernel"):
+        policy_loss(logits.double(), ids, inputs, Objective(), backend="triton")
+    with pytest.raises(ValueError, match="sequence_ids: missing"):
+        policy_loss(logits, ids, inputs, Objective(ratio_level="sequence"))

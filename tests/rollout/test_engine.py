@@ -7,7 +7,7 @@ import torch
 from helpers_model import VOCAB, tiny_model
 from helpers_rollout import make_prompts, model_logits, one_thread, simulate, tokens  # noqa: F401
 
-from rhotrain.kernels.sampling import philox_uniform
+from rhotrain.kernels.philox import philox_uniform
 from rhotrain.rollout.completion import Completion, SamplingParams
 from rhotrain.rollout.engine import Engine, plan_pages
 

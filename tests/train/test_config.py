@@ -27,6 +27,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"objective": "cispo", "ratio_min": 2.0, "ratio_max": 1.0}, r"ratio_max: 1.0 .*ratio_min \(2.0\)"),
     ({"beta": -0.1}, "beta: -0.1 is negative"),
     ({"beta": 0.1, "kl": "none"}, "beta: 0.1 has no effect with kl='none'; choose k2, k3"),
+    ({"beta": float("inf")}, "beta: need a finite value, got inf"),
+    ({"objective": "cispo", "ratio_min": float("inf"), "ratio_max": float("inf")}, "ratio_min, ratio_max: .*got inf"),
+    ({"entropy_coef": float("nan")}, "entropy_coef: need a finite value, got nan"),
     ({"kl_in_reward": -1.0}, "kl_in_reward: -1.0"),
     ({"advantage_eps": -1.0}, "advantage_eps: -1.0"),
     ({"num_iterations": 0}, "num_iterations: 0"),
@@ -72,6 +75,18 @@ def test_bounds_are_distances_for_grpo_and_values_for_cispo() -> None:
     assert AlgoConfig(clip_low=0.1, clip_high=0.3).spec() == Objective(kind="grpo", ratio_min=0.9, ratio_max=1.3)
     cispo = AlgoConfig(objective="cispo", clip_low=0.1, clip_high=0.3, ratio_min=0.5, ratio_max=4.0).spec()
     assert (cispo.ratio_min, cispo.ratio_max) == (0.5, 4.0)
+
+
+def test_the_newer_objectives_and_estimators_reach_the_kernels() -> None:
+    spec = AlgoConfig(objective="sapo", kl="k3_unbiased", beta=0.1).spec()
+    assert (spec.kind, spec.kl, spec.beta, spec.sapo_tau_pos, spec.sapo_tau_neg) == (
+        "sapo",
+        "k3_unbiased",
+        0.1,
+        1.0,
+        1.05,
+    )
+    assert AlgoConfig(objective="reinforce", kl="k3_unbiased", beta=0.1).spec().uses_ratio
 
 
 def test_beta_zero_means_no_reference() -> None:

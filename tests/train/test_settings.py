@@ -87,7 +87,7 @@ def test_lists_become_tuples_and_fixed_ones_have_their_length() -> None:
 
 
 def test_choices_name_the_nearest_and_k1_its_reason() -> None:
-    with pytest.raises(ConfigError, match=r"objective: 'cipso'.*grpo, cispo, reinforce; did you mean cispo\?"):
+    with pytest.raises(ConfigError, match=r"objective: 'cipso'.*grpo, cispo, reinforce, sapo; did you mean cispo\?"):
         check("objective", "cipso")
     with pytest.raises(ConfigError, match=r"kl: 'k1'.*expected gradient is exactly 0.*kl_in_reward"):
         check("kl", "k1")

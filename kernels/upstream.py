@@ -1,0 +1,82 @@
+"""The backward pass of a loss whose gradient was formed in the forward pass: gradient times the upstream scalar.
+
+Nearly always that scalar is 1 (`loss.backward()`), and multiplying all the same would cost two passes over a gradient
+that took three to make. On a CPU looking at it costs nothing. On CUDA the host cannot look without waiting, so a kernel
+looks: it multiplies in place unless the factor is 1, and what was applied is remembered on the device for a second
+backward pass.
+"""
+
+import torch
+from torch import Tensor
+
+from rhotrain.kernels.backend import Launch, jit, refuse_create_graph, resolve_backend, tl
+
+SCALE = Launch(block=4096, num_warps=8)
+
+
+@jit(do_not_specialize=["columns"], do_not_specialize_on_alignment=["upstream"])
+def scale_kernel(
+    gradient: tl.tensor,
+    row_stride: tl.tensor,
+    columns: tl.tensor,
+    upstream: tl.tensor,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """One program per row of a gradient [R, C]: times upstream, in place; nothing is read where that is 1."""
+    factor = tl.load(upstream).to(tl.float32)
+    length = tl.where(factor == 1.0, 0, columns)
+    row_ptr = gradient + tl.program_id(0).to(tl.int64) * row_stride
+    lane = tl.arange(0, BLOCK)
+    whole = length // BLOCK * BLOCK
+    for c in tl.range(0, whole, BLOCK, num_stages=STAGES):
+        at = c + lane
+        tl.store(row_ptr + at, tl.load(row_ptr + at).to(tl.float32) * factor)
+    at = whole + lane
+    rest = at < length
+    tl.store(row_ptr + at, tl.load(row_ptr + at, mask=rest, other=0.0).to(tl.float32) * factor, mask=rest)
+
+
+class Upstream:
+    """What the backward passes of one call need to know about each other; kept in the call's autograd context."""
+
+    def __init__(self) -> None:
+        self.applied: dict[int, Tensor] = {}
+
+    def times(self, grads: list[Tensor], upstream: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:
+        """Each gradient times the scalar, in the wanted dtype.
+
+        The first backward pass may return `grads` themselves, scaled in place; a later one (retain_graph=True) makes
+        new ones. Autograd copies a returned gradient that the graph still holds before it accumulates into it.
+        """
+        refuse_create_graph()
+        return [self._one(i, grad, upstream, dtype) for i, (grad, dtype) in enumerate(zip(grads, dtypes))]
+
+    def _one(self, index: int, grad: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
+        if type(upstream) is not Tensor or torch.compiler.is_compiling():  # a tracer's stand-in has no value
+            return (grad * upstream.to(grad.dtype)).to(dtype)
+        if not grad.is_cuda:
+            return (grad if upstream.item() == 1.0 else grad * upstream.to(grad.dtype)).to(dtype)
+        if index in self.applied:
+            return self._again(grad, upstream, self.applied[index], dtype)
+        if (
+            dtype == grad.dtype
+            and grad.dim() == 2
+            and grad.stride(1) == 1
+            and resolve_backend("auto", grad) == "triton"
+        ):
+            return self._in_place(index, grad, upstream)
+        return torch.mul(grad, upstream.to(grad.dtype), out=torch.empty_like(grad, dtype=dtype))
+
+    def _in_place(self, index: int, grad: Tensor, upstream: Tensor) -> Tensor:
+        self.applied[index] = upstream.detach().clone()
+        SCALE(scale_kernel, (grad.shape[0],), grad.device, grad, grad.stride(0), grad.shape[1], upstream)
+        return grad
+
+    def _again(self, grad: Tensor, upstream: Tensor, applied: Tensor, dtype: torch.dtype) -> Tensor:
+        """After an in-place pass `grad` carries what that applied; a factor of 0 cannot be undone."""
+        torch._assert_async(
+            applied != 0,
+            "an earlier backward pass had an upstream gradient of 0 and overwrote this one; compute the loss again",
+        )
+        return (grad * (upstream / applied).to(grad.dtype)).to(dtype)
