@@ -94,7 +94,9 @@ def run_trl(settings: dict[str, Any]) -> dict[str, Any]:
     ]
     lengths: list[float] = []
 
-    def reward(completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
+    def reward(
+        completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any
+    ) -> list[float | None]:
         lengths.append(statistics.fmean(map(len, completion_ids)))
         scores = bare_number(completions=[c[0]["content"] for c in completions], answer=answer)
         return [0.0 if s is None else s for s in scores]

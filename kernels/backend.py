@@ -10,19 +10,35 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 try:
     import triton
-    import triton.language as tl
+    from triton import knobs
 
     HAS_TRITON = True
-    INTERPRETED = bool(triton.knobs.runtime.interpret)
+    INTERPRETED = bool(knobs.runtime.interpret)
 except ImportError:  # no Triton wheels on macOS and Windows
     HAS_TRITON = INTERPRETED = False
+
+if TYPE_CHECKING:  # triton's own annotations do not fit what its compiler accepts
+
+    class _Anything(type):
+        def __getattr__(cls, name: str) -> Any: ...
+
+    class tl(metaclass=_Anything):
+        """triton.language"""
+
+        tensor: TypeAlias = Any
+
+        class constexpr(Any):
+            def __init__(self, value: Any) -> None: ...
+elif HAS_TRITON:
+    import triton.language as tl
+else:
     tl = SimpleNamespace(constexpr=lambda value: value, tensor=Tensor)
 
 Backend = Literal["auto", "triton", "reference"]

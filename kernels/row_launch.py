@@ -14,27 +14,17 @@ from rhotrain.kernels.backend import Launch, jit, tl
 from rhotrain.kernels.passes import check_kept, kept_range
 from rhotrain.kernels.rows import RowArguments, active_rows
 
-PER_ROW = (
-    "token_ids",
-    "inv_temperature",
-    "kept_offsets",
-    "status",
-    "logprobs",
-    "entropies",
-    "logsumexps",
-    "g_logprobs",
-    "g_entropies",
-    "g_logsumexps",
-    "old_logprobs",
-    "advantages",
-    "weights",
-    "ref_logprobs",
-    "importance",
-    "values",
-    "flags",
+PER_ROW = frozenset(
+    (
+        *("token_ids", "inv_temperature", "kept_offsets", "kept_ids", "status", "upstream"),
+        *("logprobs", "entropies", "logsumexps", "g_logprobs", "g_entropies", "g_logsumexps", "values", "flags"),
+        *("old_logprobs", "advantages", "weights", "ref_logprobs", "importance"),
+        *("temperatures", "inverses", "top_ks", "top_ps", "min_ps", "seeds", "samples", "positions"),
+        *("available", "counts", "errors", "cut_ids", "offsets"),
+    )
 )
-"""Parameters of which a program reads or writes one number. Where they start in memory gains nothing, and a slice must
-not cost a compilation."""
+"""Parameters of which a program reads or writes one number, or a piece that starts anywhere (kept_ids). Where they
+start in memory gains nothing, and a slice must not cost a compilation."""
 NUMBERS = ("inv_t_stride", "vocab", "ignore_index", "columns", "count")
 """Integers that would gain nothing from being known at compile time."""
 

@@ -351,7 +351,7 @@ def sample_tokens(
     min_p: float | Tensor = 0.0,
     seeds: Tensor,
     positions: Tensor,
-    samples: Tensor,
+    samples: int | Tensor = 0,
     vocab_size: int | None = None,
     allowed: KeptSet | None = None,
     banned: KeptSet | None = None,
@@ -362,7 +362,8 @@ def sample_tokens(
 
     temperature, top_k, top_p, min_p: a number or a tensor [B]. Temperature 0 is greedy: the largest value, the smallest
         id on a tie, its logprob at temperature 1, kept_mass 1 and a kept set of that one id.
-    seeds, samples, positions: int64 [B], key and counter of the row's random number; negative values count as bits.
+    seeds, positions, samples: int64 [B], key and counter of the row's random number; negative values count as bits.
+        samples tells rows of one seed and position apart.
     vocab_size: the real vocabulary; ids from there on do not exist (they are padding of the head).
     allowed: ids that may be drawn, one set per row. banned: ids that may not. Both come before truncation, and neither
         changes the distribution that logprobs and kept_mass speak of.

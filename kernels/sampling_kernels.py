@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rhotrain.kernels import philox
 from rhotrain.kernels.backend import Launch, jit, tl
+from rhotrain.kernels.row_launch import row_jit
 from rhotrain.kernels.rows import KeptSet
 from rhotrain.kernels.sampling_cut import find_cut, nth_tie
 from rhotrain.kernels.sampling_params import RowParams
@@ -30,9 +31,11 @@ from rhotrain.kernels.sampling_row import (
     softmax_blocks,
 )
 
-DRAW = Launch(block=4096, num_warps=8)
-TRUNCATE = Launch(block=1024, num_warps=8, num_stages=2, constants={"CAPACITY": 2048})
-"""No register is spilled by Triton 3.6 to 3.9; three stages spill on sm_80 in 3.6, and 2048 ids at a time take 188."""
+DRAW = Launch(block=4096, num_warps=8, num_stages=2)
+"""Three or four stages spill 8 bytes in one variant or another of Triton 3.6 and 3.9."""
+TRUNCATE = Launch(block=1024, num_warps=4, num_stages=2, constants={"CAPACITY": 1024})
+"""8 ids a thread make 16-byte loads of bf16. At most 255 registers: two programs share a multiprocessor. A buffer
+of 2048 ids would spill some in Triton 3.9 (sm_80), more threads with a larger block leave room for one program only."""
 KEEP = Launch(block=2048, num_warps=8)
 
 
@@ -73,7 +76,7 @@ def _store_draw(
     tl.store(cut_ids + row, tl.where(ok, cut_id, -1))
 
 
-@jit(do_not_specialize=["vocab"])
+@row_jit
 def draw_kernel(
     logits: tl.tensor,
     drawable: tl.tensor,
@@ -151,7 +154,7 @@ def draw_kernel(
     )
 
 
-@jit(do_not_specialize=["vocab"])
+@row_jit
 def truncate_kernel(
     logits: tl.tensor,
     drawable: tl.tensor,
@@ -247,7 +250,7 @@ def _put_ids(kept_ids: tl.tensor, at: tl.tensor, end: tl.tensor, ids: tl.tensor,
     return at + here
 
 
-@jit(do_not_specialize=["vocab"])
+@row_jit
 def kept_kernel(
     logits: tl.tensor,
     may_draw: tl.tensor,
@@ -312,6 +315,14 @@ class Drawn:
     cut_ids: Tensor
 
 
+def _masked(logits_BV: Tensor, may_draw_BV: Tensor) -> Tensor:
+    """-inf where an id may not be drawn; rows begin at multiples of 16 elements, for wide loads."""
+    rows, vocab = logits_BV.shape
+    buffer = torch.empty(rows, -(-vocab // 16) * 16, dtype=logits_BV.dtype, device=logits_BV.device)
+    never = torch.full((), -torch.inf, dtype=logits_BV.dtype, device=logits_BV.device)
+    return torch.where(may_draw_BV, logits_BV, never, out=buffer[:, :vocab])
+
+
 def draw_rows(logits_BV: Tensor, may_draw: Tensor | None, params: RowParams, truncates: bool) -> Drawn:
     """Draw one token per row of the real logits [B,V]; nothing here waits for the device.
 
@@ -320,7 +331,7 @@ def draw_rows(logits_BV: Tensor, may_draw: Tensor | None, params: RowParams, tru
     rows, vocab = logits_BV.shape
     device = logits_BV.device
     logits = _unit_columns(logits_BV)
-    drawable = logits if may_draw is None else logits.masked_fill(~may_draw, -torch.inf)
+    drawable = logits if may_draw is None else _masked(logits, may_draw)
     drawn = Drawn(
         token_ids=torch.empty(rows, dtype=torch.int64, device=device),
         counts=torch.empty(rows, dtype=torch.int64, device=device),

@@ -9,12 +9,13 @@ backward pass.
 import torch
 from torch import Tensor
 
-from rhotrain.kernels.backend import Launch, jit, refuse_create_graph, resolve_backend, tl
+from rhotrain.kernels.backend import Launch, refuse_create_graph, resolve_backend, tl
+from rhotrain.kernels.row_launch import row_jit
 
 SCALE = Launch(block=4096, num_warps=8)
 
 
-@jit(do_not_specialize=["columns"], do_not_specialize_on_alignment=["upstream"])
+@row_jit
 def scale_kernel(
     gradient: tl.tensor,
     row_stride: tl.tensor,

@@ -184,6 +184,23 @@ def test_error_is_no_larger_than_eager(device: str, vocab: int, case: str) -> No
             assert error <= bound, (name, dtype, error, bound)
 
 
+@pytest.mark.parametrize(("rows", "vocab"), [(129, 17), (2, 49152), (2, 151936)])
+def test_many_rows_and_real_vocabularies(device: str, rows: int, vocab: int) -> None:
+    exact, ids = make_logits("blocks", rows, vocab)
+    g = torch.Generator().manual_seed(2)
+    lp = token_logprobs(exact.float(), ids, temperature=0.8).logprobs
+    noise = torch.randn(4, rows, generator=g)
+    inputs = PolicyInputs(
+        old_logprobs=lp + 0.3 * noise[0],
+        advantages=noise[1],
+        weights=noise[2].abs(),
+        ref_logprobs=lp + 0.3 * noise[3],
+    )
+    objective = Objective(kl="k3", beta=0.1, entropy_coef=0.05)
+    truth = truth_of(exact, ids, inputs, objective, temperature=0.8)
+    assert_close(run(device, exact.float(), ids, inputs, objective, temperature=0.8), truth, 1e-5, (rows, vocab))
+
+
 def test_absent_inputs(device: str) -> None:
     """Fresh anchors (ratio exactly 1), no reference, no importance weight, and no gradient wanted."""
     logits, ids, inputs, kw = problem(vocab=4097)

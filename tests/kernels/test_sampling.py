@@ -426,3 +426,10 @@ def test_wrong_parameters_are_named() -> None:
     for name, function in cases:
         with pytest.raises(ValueError, match=name):
             function()
+
+
+def test_samples_are_zero_unless_given() -> None:
+    logits, rows = torch.randn(5, 30), torch.arange(5)
+    ours = sample_tokens(logits, seeds=rows, positions=rows)
+    same = sample_tokens(logits, seeds=rows, positions=rows, samples=torch.zeros(5, dtype=torch.int64))
+    assert torch.equal(ours.token_ids, same.token_ids)
