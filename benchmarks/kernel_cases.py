@@ -42,7 +42,11 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """kind: what implementations are looked up by. target: share of the limit that is aimed at on an H200."""
+    """kind: what implementations are looked up by. target: share of the limit that is aimed at on an H200.
+
+    logit_bytes: what a head that holds chunks of logits moves per logit beside its GEMMs (their own traffic is in
+    their time): float32 logits read twice, bf16 gradients written, 4 + 4 + 2.
+    """
 
     name: str
     kind: str
@@ -52,6 +56,7 @@ class Op:
     top_k: int = 0
     top_p: float = 1.0
     target: float | None = None
+    logit_bytes: int = 0
 
     def __str__(self) -> str:
         return self.name.replace(" ", "-")
@@ -83,7 +88,14 @@ OPS = {
         Op("policy_loss grpo fwd+bwd", "policy_loss", backward=True, objective=GRPO, target=0.85),
         Op("policy_loss cispo fwd+bwd", "policy_loss", backward=True, objective=CISPO, target=0.85),
         Op("linear_token_logprobs fwd", "linear_token_logprobs"),
-        Op("linear_policy_loss grpo fwd+bwd", "linear_policy_loss", backward=True, objective=GRPO, target=0.85),
+        Op(
+            "linear_policy_loss grpo fwd+bwd",
+            "linear_policy_loss",
+            backward=True,
+            objective=GRPO,
+            target=0.85,
+            logit_bytes=10,
+        ),
         Op("sample_tokens", "sample_tokens"),
         Op("sample_tokens top-k top-p", "sample_tokens", top_k=50, top_p=0.95),
     )

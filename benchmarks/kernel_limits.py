@@ -1,4 +1,4 @@
-"""The clock, and what the machine can do at best: copy bandwidth, GEMM peak, the bare GEMMs of a head.
+"""The clock, and what the machine can do at best: copy and read bandwidth, GEMM peak, the bare GEMMs of a head.
 
 Limits are measured in the run whose figures they stand beside, by the same clock. Tensors of a call should be much
 larger than the last cache; on CUDA the cache is flushed before every round anyway.
@@ -20,7 +20,9 @@ from torch import Tensor
 
 PACKAGES = ("torch", "triton", "numpy", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "rhotrain")
 FLUSH_BYTES = 2**29
-"""Written before every round on CUDA: ten times an H200's L2, and long enough (0.1 ms) to hide the launches behind."""
+"""Read before every round on CUDA: ten times an H200's L2, four times a B200's."""
+SLEEP_CYCLES = 2_000_000
+"""About 1 ms of a GPU's clock, which the host has for the launches of a round."""
 
 
 def milliseconds(
@@ -28,8 +30,9 @@ def milliseconds(
 ) -> list[float]:
     """Times of `call`, one per round; as many rounds as fit into the budget, which one call before them decides.
 
-    CUDA: two events around each round, read after all rounds, so that the host runs ahead and its launches do not
-    count unless the op itself waits. CPU: the clock of the host. What `call` returns is freed within the round.
+    CUDA: two events around each round, read after all rounds. The host has SLEEP_CYCLES for the round's launches, so
+    they do not count unless they take longer or the op itself waits. CPU: the clock of the host. What `call` returns
+    is freed within the round.
     """
     clock = _cuda_rounds if device.type == "cuda" else _cpu_rounds
     first = clock(call, 1, device)[0]
@@ -48,15 +51,21 @@ def _cpu_rounds(call: Callable[[], object], rounds: int, device: torch.device) -
 
 
 @functools.lru_cache(maxsize=1)
-def _flush_buffer(device: torch.device) -> Tensor:
-    return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+def _flush_buffer(device: torch.device) -> tuple[Tensor, Tensor]:
+    """What is read, and the scalar that takes its sum."""
+    return torch.zeros(FLUSH_BYTES // 4, device=device), torch.zeros((), device=device)
 
 
 def _cuda_rounds(call: Callable[[], object], rounds: int, device: torch.device) -> list[float]:
-    flush = _flush_buffer(device)
+    flush, total = _flush_buffer(device)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
     for start, stop in events:
-        flush.zero_()
+        # Reading evicts the lines that the round before wrote; zeros written here would be dirty lines of their own,
+        # written back while the clock runs.
+        torch.sum(flush, 0, out=total)
+        # The flush takes 0.1 ms, the launches of one call often longer: the GPU would pass `start` and then wait for
+        # the host, and a short op's figure would be the host's. Behind the sleep they queue up before `start` is due.
+        torch.cuda._sleep(SLEEP_CYCLES)
         start.record()
         call()
         stop.record()
@@ -76,15 +85,30 @@ def peak_extra_mib(call: Callable[[], object], device: torch.device) -> float | 
     return (torch.cuda.max_memory_allocated(device) - before) / 2**20
 
 
+def _large(device: torch.device, most_bytes: int) -> Tensor:
+    """Ones, far more than any cache holds; on CUDA at most a quarter of the free memory."""
+    if device.type != "cuda":
+        return torch.ones(2**26, device=device)
+    torch.cuda.empty_cache()  # what only the allocator holds is free
+    return torch.ones(min(most_bytes, torch.cuda.mem_get_info(device)[0] // 4) // 4, device=device)
+
+
 @functools.lru_cache(maxsize=1)
 def copy_gb_per_s(device: torch.device) -> float:
-    """Bandwidth of one large copy, bytes read plus bytes written."""
-    count = 2**32 if device.type == "cuda" else 2**28
-    if device.type == "cuda":
-        count = min(count, torch.cuda.mem_get_info(device)[0] // 4)
-    source, target = (torch.ones(count, dtype=torch.uint8, device=device) for _ in range(2))
+    """Bandwidth of one large copy, bytes read plus bytes written: what shares are shares of."""
+    source = _large(device, 2**32)
+    target = torch.empty_like(source)
     times = milliseconds(lambda: target.copy_(source), device, least=10)
-    return 2 * count / statistics.median(times) / 1e6
+    return 2 * source.nbytes / statistics.median(times) / 1e6
+
+
+@functools.lru_cache(maxsize=1)
+def read_gb_per_s(device: torch.device) -> float:
+    """Bandwidth of one large sum, which writes nothing: more than a copy's where the memory loses time by turning
+    from reads to writes."""
+    source, total = _large(device, 2**30), torch.zeros((), device=device)  # from 2 GiB on a sum is several launches
+    times = milliseconds(lambda: torch.sum(source, 0, out=total), device, least=10)
+    return source.nbytes / statistics.median(times) / 1e6
 
 
 @functools.lru_cache(maxsize=2)

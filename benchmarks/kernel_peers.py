@@ -1,5 +1,7 @@
 """Each op by every implementation: rhotrain, plain PyTorch, torch.compile of that, TRL, Liger, Cut Cross Entropy.
 
+Sampling also as the replay of a CUDA graph, which is how a decode step runs it.
+
 A builder takes `Inputs` and returns a call without arguments that does the whole op (forward and, where the op has
 one, backward). It raises `Unavailable` where an implementation does not do the op. Peers' own packages compute
 everything that they have a function for; what they lack (CCE has no policy loss) is the plain formula around it.
@@ -10,7 +12,7 @@ from typing import Any
 
 import torch
 from kernel_cases import TEMPERATURE, Inputs, Op, Result, policy_per_token
-from kernel_report import OURS
+from kernel_report import GRAPH, OURS
 from torch import Tensor
 
 from rhotrain.kernels.backend import Backend, resolve_backend
@@ -297,7 +299,51 @@ def cut_cross_entropy(inputs: Inputs) -> Call:
     return from_logprobs(inputs, logprobs)
 
 
-PEERS: dict[str, Callable[[Inputs], Call]] = {
+# ---- CUDA graphs ----------------------------------------------------------------------------------------------------
+
+Builder = Callable[[Inputs], Call]
+
+
+def graphed(build: Builder) -> Builder:
+    """The same op as the replay of a CUDA graph."""
+
+    def build_graph(inputs: Inputs) -> Call:
+        if not inputs.x.is_cuda:
+            raise Unavailable("CUDA graphs need a GPU")
+        return captured(build(inputs), inputs.x.device)
+
+    return build_graph
+
+
+def captured(call: Call, device: torch.device) -> Call:
+    """A replay of `call`, captured here; every replay writes into the same tensors. Unavailable when that fails."""
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):  # also restores the stream, which a capture that fails leaves as it is
+        call()  # compiles
+        try:
+            # An op that waits spoils its capture, and with it the state of torch's generator: found out before.
+            torch.cuda.set_sync_debug_mode("error")
+            call()
+            torch.cuda.set_sync_debug_mode("default")
+            with torch.cuda.graph(graph, stream=stream):
+                result = call()
+        except RuntimeError as error:
+            cause = error.__context__ or error  # the end of a broken capture hides what broke it
+            raise Unavailable(f"cannot be captured: {cause}") from error
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def replay() -> Result:
+        graph.replay()
+        return result
+
+    return replay
+
+
+IN_GRAPHS: dict[str, Builder] = {OURS: ours, "eager": eager, "torch.compile": torch_compile}
+
+PEERS: dict[str, Builder] = {
     OURS: ours,
     "eager": eager,
     "torch.compile": torch_compile,
@@ -305,14 +351,16 @@ PEERS: dict[str, Callable[[Inputs], Call]] = {
     "liger": liger,
     "liger scaled CE": liger_scaled_ce,
     "cut cross entropy": cut_cross_entropy,
+    **{name + GRAPH: graphed(build) for name, build in IN_GRAPHS.items()},
 }
 
 
 def implementations(op: Op) -> list[str]:
     """Names in PEERS that do this op, ours first."""
     names = [OURS, "eager", "torch.compile"]
-    if op.kind != "sample_tokens":
-        names.append("trl")
+    if op.kind == "sample_tokens":
+        return names + [name + GRAPH for name in IN_GRAPHS]
+    names.append("trl")
     if op.objective is not None or (op.kind == "token_logprobs" and not op.backward and not op.entropy):
         names.append("liger")
     if op.head:

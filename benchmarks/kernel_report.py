@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 OURS = "rhotrain"
+GRAPH = ", CUDA graph"
+"""Ends the name of an implementation that is replayed as a CUDA graph."""
 RESULTS = Path(__file__).parent / "results"
 
 Status = Literal["ok", "skipped", "parity failed"]
@@ -21,7 +23,8 @@ class Row:
     """ms: median. rate: GB/s of the bytes that must move, or TFLOP/s. limit: what the machine reaches, same unit.
 
     share = rate / limit. peak_mib: memory over the inputs (CUDA). errors: of the parity check, against float64.
-    target: the share that is aimed at on an H200. faster_than_every_peer: filled in by `compare_with_peers`.
+    target: the share that is aimed at on an H200. reachable: the share at which everything runs at its limit, for a
+    head whose logits also move (`reachable_share`). fastest_peer, times_faster: filled in by `compare_with_peers`.
     """
 
     op: str
@@ -41,6 +44,7 @@ class Row:
     errors: dict[str, float] | None = None
     target: float | None = None
     target_met: bool | None = None
+    reachable: float | None = None
     fastest_peer: str | None = None
     times_faster: float | None = None
 
@@ -54,10 +58,26 @@ class Row:
     def ours(self) -> bool:
         return self.peer.startswith(OURS)
 
+    @property
+    def graph(self) -> bool:
+        return self.peer.endswith(GRAPH)
+
+    def rivals(self, other: "Row") -> bool:
+        """True when both do the same in the same way, one of them ours: a replay is compared with replays."""
+        if self.ours == other.ours or self.graph != other.graph:
+            return False
+        return (self.op, self.shape, self.dtype) == (other.op, other.shape, other.dtype)
+
 
 def has_targets(device: str) -> bool:
     """The targets are shares of what an H200 reaches; other machines have none."""
     return "H200" in device
+
+
+def reachable_share(gemms_ms: float, logits: int, logit_bytes: int, copy_gb_per_s: float) -> float:
+    """The most that the GEMMs' share of the time can be when the logits also move `logit_bytes` each, at the speed of
+    a copy and not at the same time."""
+    return gemms_ms / (gemms_ms + logit_bytes * logits / copy_gb_per_s / 1e6)
 
 
 def compare_with_peers(rows: list[Row]) -> None:
@@ -65,8 +85,7 @@ def compare_with_peers(rows: list[Row]) -> None:
     for mine in rows:
         if not mine.ours or mine.ms is None:
             continue
-        same = [r for r in rows if not r.ours and (r.op, r.shape, r.dtype) == (mine.op, mine.shape, mine.dtype)]
-        timed = [(r.ms, r.peer) for r in same if r.ms is not None]
+        timed = [(r.ms, r.peer) for r in rows if r.ms is not None and mine.rivals(r)]
         if timed:
             ms, mine.fastest_peer = min(timed)
             mine.times_faster = ms / mine.ms
@@ -74,7 +93,7 @@ def compare_with_peers(rows: list[Row]) -> None:
 
 def table(rows: list[Row]) -> Iterator[str]:
     """Lines of text, rows grouped by op and shape; ours first in each group."""
-    header = ("op", "shape", "dtype", "by", "ms", "rate", "limit", "share", "peak MiB", "target", "note")
+    header = ("op", "shape", "dtype", "by", "ms", "rate", "limit", "share", "peak MiB", "target", "reachable", "note")
     lines: list[tuple[str, ...]] = [header]
     order = {(r.op, r.shape): i for i, r in reversed(list(enumerate(rows)))}
     for row in sorted(rows, key=lambda r: (order[r.op, r.shape], not r.ours)):
@@ -86,7 +105,7 @@ def table(rows: list[Row]) -> Iterator[str]:
 
 def _figures(row: Row) -> tuple[str, ...]:
     if row.ms is None or row.rate is None or row.limit is None or row.share is None:
-        return ("-",) * 6
+        return ("-",) * 7
     peak = "-" if row.peak_mib is None else f"{row.peak_mib:.0f}"
     target = "-" if row.target is None else f"{row.target:.0%} {'met' if row.target_met else 'MISSED'}"
     return (
@@ -96,6 +115,7 @@ def _figures(row: Row) -> tuple[str, ...]:
         f"{row.share:.0%}",
         peak,
         target,
+        "-" if row.reachable is None else f"{row.reachable:.0%}",
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_limits import copy_gb_per_s, describe_machine, device_name, gemm_tflop_per_s
+from kernel_limits import copy_gb_per_s, describe_machine, device_name, gemm_tflop_per_s, read_gb_per_s
 from kernel_report import Row, compare_with_peers, default_path, summary, table, write_json
 
 HERE = pytest.StashKey["KernelRun"]()
@@ -30,6 +30,7 @@ class KernelRun:
     def limits(self) -> dict[str, float]:
         return {
             "copy GB/s": copy_gb_per_s(self.device),
+            "read GB/s": read_gb_per_s(self.device),
             "gemm TFLOP/s": gemm_tflop_per_s(self.gemm_dtype, self.device),
         }
 
@@ -71,6 +72,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.section("kernels, beside what the machine reaches")
     terminalreporter.write_line(
         f"{device_name(run.device)}: " + ", ".join(f"{name} {value:.4g}" for name, value in limits.items())
+    )
+    terminalreporter.write_line(
+        "shares in GB/s are of the copy (reads and writes); an op that only reads may exceed it, up to the read"
     )
     for line in table(run.rows):
         terminalreporter.write_line(line)

@@ -5,8 +5,9 @@
 
 What is measured: kernel_cases.py; by whom: kernel_peers.py; the clock and the limits: kernel_limits.py. A peer that is
 missing, fails, runs out of memory or computes something else is a skipped row with its reason; rhotrain's own kernels
-fail the run. Shares: for logits, bytes that must move / time, of the bandwidth of a copy; for heads, the time of the
-bare GEMMs of the same shape and dtype / time.
+fail the run. Shares: for logits, bytes that must move / time, of the bandwidth of a copy (which an op that only reads
+may exceed: the bandwidth of reads is printed too); for heads, the time of the bare GEMMs of the same shape and dtype /
+time, and beside the target what is left of it at most when the logits move at the speed of a copy.
 """
 
 import gc
@@ -19,7 +20,7 @@ import torch
 from kernel_cases import Inputs, Op, Shape, case_dtype, cases, make_inputs, parity_errors, parity_failures
 from kernel_limits import copy_gb_per_s, device_name, head_gemms_ms, milliseconds, peak_extra_mib
 from kernel_peers import OURS, PEERS, Call, Unavailable, implementations, our_backend
-from kernel_report import Row, has_targets
+from kernel_report import Row, has_targets, reachable_share
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -28,7 +29,7 @@ def ordered_cases() -> list[tuple[Op, Shape, str]]:
     """CPU: all implementations of a case side by side. GPU: ours at every shape first, then the peers, because the
     time may run out."""
     every = [(op, shape, name) for op, shape in cases(DEVICE) for name in implementations(op)]
-    return sorted(every, key=lambda case: case[2] != OURS) if DEVICE.type == "cuda" else every
+    return sorted(every, key=lambda case: not case[2].startswith(OURS)) if DEVICE.type == "cuda" else every
 
 
 _HELD: dict[tuple[Op, Shape], Inputs] = {}
@@ -63,19 +64,19 @@ def prepare(op: Op, shape: Shape, name: str) -> tuple[Call | None, Row]:
     row = Row(op=op.name, shape=str(shape), dtype=dtype, peer=name, status="skipped")
     try:
         inputs = inputs_of(op, shape)
-        if name == OURS:
-            row.peer = f"{OURS} ({our_backend(inputs)})"
+        if row.ours:
+            row.peer = name.replace(OURS, f"{OURS} ({our_backend(inputs)})")
         call = PEERS[name](inputs)
         row.errors = parity_errors(inputs, call())
     except (Unavailable, ImportError, torch.OutOfMemoryError) as error:
         row.reason = one_line(error)
         return None, row
     except Exception as error:
-        if name == OURS:
+        if row.ours:
             raise
         row.reason = one_line(error)
         return None, row
-    failures = parity_failures(inputs, row.errors, ours=name == OURS)
+    failures = parity_failures(inputs, row.errors, ours=row.ours)
     if failures:
         row.status, row.reason = "parity failed", "; ".join(failures)
         return None, row
@@ -89,7 +90,7 @@ def one_line(error: BaseException) -> str:
 
 def add_figures(row: Row, op: Op, shape: Shape, times: list[float]) -> None:
     """Median, rate, limit and share; targets where this machine has them."""
-    ms, dtype = statistics.median(times), case_dtype(op, DEVICE)
+    ms, dtype, floor_ms = statistics.median(times), case_dtype(op, DEVICE), 0.0
     if op.head:
         floor_ms = head_gemms_ms(shape.rows, shape.vocab, shape.hidden, op.gemms, dtype, DEVICE)
         work, row.unit = 2 * op.gemms * shape.rows * shape.vocab * shape.hidden / 1e9, "TFLOP/s"
@@ -101,6 +102,8 @@ def add_figures(row: Row, op: Op, shape: Shape, times: list[float]) -> None:
     row.share = row.rate / row.limit
     if row.ours and op.target is not None and has_targets(device_name(DEVICE)):
         row.target, row.target_met = op.target, row.share >= op.target
+        if op.logit_bytes:
+            row.reachable = reachable_share(floor_ms, shape.rows * shape.vocab, op.logit_bytes, copy_gb_per_s(DEVICE))
 
 
 @pytest.mark.parametrize(("op", "shape", "name"), ordered_cases(), ids=str)
@@ -118,7 +121,8 @@ def test_kernel(op: Op, shape: Shape, name: str, benchmark: Any, kernel_run: Any
             pytest.fail(f"{row.reason}: no figures for a wrong result", pytrace=False)
         pytest.skip(f"{row.status}: {row.reason}")
     try:
-        row.peak_mib = peak_extra_mib(call, DEVICE)
+        if not row.graph:  # a replay allocates nothing: its memory was taken at the capture
+            row.peak_mib = peak_extra_mib(call, DEVICE)
         add_figures(row, op, shape, timed(call, benchmark))
     except torch.OutOfMemoryError as error:
         row.reason = one_line(error)

@@ -127,6 +127,13 @@ def why_no_triton(tensor: Tensor) -> str | None:
     return None
 
 
+def require_tensors(**named: Any) -> None:
+    """ValueError for an argument that is no tensor."""
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name}: need a tensor, got {type(value).__name__}")
+
+
 def promote(x: Tensor) -> Tensor:
     """`x` in the type that the maths runs in: float64 stays, everything else becomes float32."""
     return x if x.dtype == torch.float64 else x.float()

@@ -42,7 +42,7 @@ def takes_half(hidden: Tensor, weight: Tensor) -> bool:
 class Head:
     """The real vocabulary's part of the head, and how its output becomes logits in `dtype`.
 
-    half: the GEMMs take the inputs' half type (`takes_half`).
+    half: the GEMM takes the inputs' half type (`takes_half`); half_grad: so do the gradient's two.
     """
 
     weight_VH: Tensor
@@ -51,6 +51,7 @@ class Head:
     logit_scale: float | None
     dtype: torch.dtype
     half: bool
+    half_grad: bool
 
     def tiles(self) -> Iterator[tuple[int, int, Tensor]]:
         """(start, stop, rows start..stop of the weight in `dtype`): one tile where nothing has to be cast."""
@@ -105,12 +106,13 @@ class Chunk:
     tanh_CV: Tensor | None
 
 
-def _chunk_rows(total: int, vocab: int, device: torch.device) -> int:
-    """Default rows of a chunk; depends on the device and on V alone until `total` is smaller."""
+def _chunk_rows(head: Head, vocab: int, device: torch.device) -> int:
+    """Default rows of a chunk; depends on the device and the head alone."""
     if device.type != "cuda":
         return max(16, CHUNK_ELEMENTS // vocab)
     budget = torch.cuda.get_device_properties(device).total_memory // CHUNK_SHARE_CUDA
-    return min(CHUNK_ROWS_CUDA, max(128, budget // (6 * vocab) // 128 * 128))  # 4 bytes of logits, 2 of gradient
+    bytes_each = 6 if head.plain else 14  # float32 logits and a half-type gradient; tanh and a float32 copy besides
+    return min(CHUNK_ROWS_CUDA, max(128, budget // (bytes_each * vocab) // 128 * 128))
 
 
 def chunks(hidden_NH: Tensor, head: Head, rows: ActiveRows, chunk: int | None, *, want_grad: bool) -> Iterator[Chunk]:
@@ -118,35 +120,37 @@ def chunks(hidden_NH: Tensor, head: Head, rows: ActiveRows, chunk: int | None, *
     total, device = len(rows), hidden_NH.device
     if total == 0:
         return
-    limit = _chunk_rows(total, rows.vocab, device) if chunk is None else chunk
+    limit = _chunk_rows(head, rows.vocab, device) if chunk is None else chunk
     size = -(-total // -(-total // limit))
+    if device.type == "cuda" and size > 128:  # whole tiles of the GEMM
+        size = min(limit, -(-size // 128) * 128)
     stride = -(-rows.vocab // 16) * 16  # rows begin at multiples of 16 bytes, whatever V is
     buffer = torch.empty(size, stride, dtype=head.dtype, device=device)[:, : rows.vocab]
-    grads = buffer
-    if want_grad and head.half and head.plain:  # one kernel reads float32 and writes the half type
+    grads = None
+    if want_grad and head.half_grad and head.plain:  # one kernel reads float32 and writes the half type
         grads = torch.empty(size, stride, dtype=hidden_NH.dtype, device=device)[:, : rows.vocab]
     for start in range(0, total, size):
         part = rows.rows(start, min(start + size, total))
         hidden_CH = hidden_NH.index_select(0, part.index)
         logits_CV = buffer[: len(part)]
         tanh_CV = head.logits_into(hidden_CH, logits_CV)
-        yield Chunk(part, hidden_CH, logits_CV, grads[: len(part)], tanh_CV)
+        yield Chunk(part, hidden_CH, logits_CV, logits_CV if grads is None else grads[: len(part)], tanh_CV)
 
 
 class Gradients:
     """Accumulates the gradients of one call, chunk by chunk; what is not needed stays None.
 
-    hidden_NH in hidden's dtype; weight_VH and bias_V in the head's (float32 or wider), whole (padded ids are 0).
+    hidden_NH in the wanted dtype; weight_VH and bias_V in the head's (float32 or wider), whole (padded ids are 0).
     """
 
     def __init__(
-        self, hidden_NH: Tensor, lm_head_VH: Tensor, head: Head, needs: tuple[bool, bool, bool] | list[bool]
+        self, hidden_NH: Tensor, lm_head_VH: Tensor, head: Head, needs: list[bool], hidden_dtype: torch.dtype
     ) -> None:
         def zeros(shape: torch.Size | tuple[int], dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=hidden_NH.device)
 
         self.head = head
-        self.hidden_NH = zeros(hidden_NH.shape, hidden_NH.dtype) if needs[0] else None
+        self.hidden_NH = zeros(hidden_NH.shape, hidden_dtype) if needs[0] else None
         self.bias_V = zeros((lm_head_VH.shape[0],), head.dtype) if needs[2] else None
         self.weight_VH = None
         if needs[1]:
@@ -160,7 +164,7 @@ class Gradients:
         head.through_transform_(grad_CV, chunk.tanh_CV)
         if self.bias_V is not None:
             self.bias_V[: chunk.rows.vocab] += grad_CV.sum(0)
-        if head.half:
+        if head.half_grad:
             grad_CV = grad_CV.to(chunk.hidden_CH.dtype)
         if self.hidden_NH is not None:
             dhidden = self._hidden_rows(grad_CV)
@@ -176,7 +180,7 @@ class Gradients:
         return self
 
     def _hidden_rows(self, grad_CV: Tensor) -> Tensor:
-        if self.head.half:
+        if self.head.half_grad:
             return torch.mm(grad_CV, self.head.weight_VH)
         dhidden = torch.zeros(
             grad_CV.shape[0], self.head.weight_VH.shape[1], dtype=self.head.dtype, device=grad_CV.device
@@ -187,9 +191,9 @@ class Gradients:
 
     def _add_weight(self, out_VH: Tensor, grad_VC: Tensor, hidden_CH: Tensor) -> None:
         """The first chunk writes, so nothing is filled with zeros first (PyTorch #196134: 6 % on an H100)."""
-        if self.head.half and self._first:
+        if self.head.half_grad and self._first:
             torch.mm(grad_VC, hidden_CH, out_dtype=torch.float32, out=out_VH)
-        elif self.head.half:
+        elif self.head.half_grad:
             torch.addmm(out_VH, grad_VC, hidden_CH, out_dtype=torch.float32, out=out_VH)
         elif self._first:
             torch.mm(grad_VC, hidden_CH.to(self.head.dtype), out=out_VH)

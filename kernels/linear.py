@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rhotrain.kernels.backend import Backend, promoted_dtype, refuse_create_graph, resolve_backend
+from rhotrain.kernels.backend import Backend, promoted_dtype, refuse_create_graph, require_tensors, resolve_backend
 from rhotrain.kernels.linear_rows import LinearRows
 from rhotrain.kernels.logprob import (
     SavedStats,
@@ -30,7 +30,7 @@ from rhotrain.kernels.policy_loss import PolicyLoss, check_inputs, fake_record, 
 from rhotrain.kernels.policy_rows import PolicyCall, PolicyInputs
 from rhotrain.kernels.rows import KeptSet, RowArguments, active_rows, check_rows
 from rhotrain.kernels.spec import IGNORE_INDEX, Objective
-from rhotrain.kernels.upstream import Upstream
+from rhotrain.kernels.upstream import Upstream, waiting_dtype
 
 
 def _no_autocast(tensor: Tensor) -> torch.autocast:
@@ -65,7 +65,7 @@ def _token_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """logprobs, entropy (empty when not asked for), logsumexp."""
     rows = RowArguments(token_ids, inv_temperature, kept_offsets, kept_ids, vocab, ignore_index)
-    call = LinearRows.of(hidden, lm_head, bias, rows, softcap, logit_scale, chunk, triton)
+    call = LinearRows.of(hidden, lm_head, bias, rows, softcap, logit_scale, chunk, triton, loss=False)
     with _no_autocast(hidden):
         out = call.token_logprobs(active_rows(rows), entropy=entropy)
     return out.logprobs, _or_empty(out.entropy, out.logprobs), out.logsumexp
@@ -103,7 +103,7 @@ def _token_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, lm_head and bias; those that are not needed are empty."""
     rows = RowArguments(token_ids, inv_temperature, kept_offsets, kept_ids, vocab, ignore_index)
-    call = LinearRows.of(hidden, lm_head, bias, rows, softcap, logit_scale, chunk, triton)
+    call = LinearRows.of(hidden, lm_head, bias, rows, softcap, logit_scale, chunk, triton, loss=False)
     stats = SavedStats(entropy, logsumexp)
     with _no_autocast(hidden):
         grads = call.token_gradients(active_rows(rows), stats, (g_logprobs, g_entropy, g_logsumexp), needs)
@@ -113,20 +113,19 @@ def _token_backward_op(
 
 @_token_backward_op.register_fake
 def _(hidden: Tensor, lm_head: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_gradients((hidden, lm_head, bias), rest[-1])
+    dtypes = [hidden.dtype, lm_head.dtype, hidden.dtype if bias is None else bias.dtype]
+    return _fake_gradients((hidden, lm_head, bias), rest[-1], dtypes)
 
 
 def _fake_gradients(
-    inputs: tuple[Tensor, Tensor, Tensor | None], needs: list[bool], dtype: torch.dtype | None = None
+    inputs: tuple[Tensor, Tensor, Tensor | None], needs: list[bool], dtypes: list[torch.dtype]
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty where nothing is needed, in hidden's dtype then."""
     like = inputs[0]
-    made = (
-        like.new_empty(x.shape if need and x is not None else 0, dtype=x.dtype if need and x is not None else None)
-        for x, need in zip(inputs, needs)
+    hidden, weight, bias = (
+        like.new_empty(x.shape, dtype=dtype) if need and x is not None else like.new_empty(0)
+        for x, need, dtype in zip(inputs, needs, dtypes)
     )
-    hidden, weight, bias = made
-    if dtype is not None:
-        weight, bias = (x.to(dtype) if need else x for x, need in zip((weight, bias), needs[1:]))
     return hidden, weight, bias
 
 
@@ -138,7 +137,8 @@ def _token_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 def _token_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     refuse_create_graph()
-    inputs, outputs = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+    saved = ctx.saved_tensors  # once: non-reentrant checkpointing gives each tensor out a single time
+    inputs, outputs = saved[:7], saved[7:]
     g_logprobs, g_entropy, g_logsumexp = upstream
     needs = list(ctx.needs_input_grad[:3])
     grads = _token_backward_op(
@@ -187,7 +187,7 @@ def _policy_op(
     rows = (token_ids, inv_temperature, kept_offsets, kept_ids, vocab, ignore_index)
     inputs = (old_logprobs, advantages, weights, ref_logprobs, importance, sequence_ids)
     call = unpack_call(*rows, *inputs, kind, ratio_level, kl, numbers, triton)
-    linear = LinearRows.of(hidden, lm_head, bias, call.rows, softcap, logit_scale, chunk, triton)
+    linear = LinearRows.of(hidden, lm_head, bias, call.rows, softcap, logit_scale, chunk, triton, loss=True)
     with _no_autocast(hidden):
         record, grads = linear.policy(call, needs)
     dhidden, dweight, dbias = (_or_empty(g, hidden) for g in (grads.hidden_NH, grads.weight_VH, grads.bias_V))
@@ -198,7 +198,8 @@ def _policy_op(
 def _(hidden: Tensor, lm_head: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     dtype = promoted_dtype(hidden, lm_head)
     record = fake_record(hidden, dtype)
-    return *record, *_fake_gradients((hidden, lm_head, bias), rest[-1], dtype)
+    dtypes = [waiting_dtype(hidden.dtype), dtype, dtype]
+    return *record, *_fake_gradients((hidden, lm_head, bias), rest[-1], dtypes)
 
 
 def _policy_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -236,16 +237,23 @@ def _check(
     chunk: int | None,
 ) -> None:
     """ValueError for what concerns the head."""
-    if hidden_NH.dim() != 2 or lm_head_VH.dim() != 2 or hidden_NH.shape[1] != lm_head_VH.shape[1]:
+    require_tensors(hidden=hidden_NH, lm_head=lm_head_VH, token_ids=token_ids_N)
+    if bias is not None:
+        require_tensors(bias=bias)
+    if hidden_NH.dim() != 2 or lm_head_VH.dim() != 2 or not 0 < hidden_NH.shape[1] == lm_head_VH.shape[1]:
         raise ValueError(
-            f"hidden, lm_head: need [N, H] and [V, H], got {list(hidden_NH.shape)} and {list(lm_head_VH.shape)}"
+            f"hidden, lm_head: need [N, H] and [V, H], H > 0, got {list(hidden_NH.shape)} and {list(lm_head_VH.shape)}"
         )
     if not (hidden_NH.is_floating_point() and lm_head_VH.is_floating_point()):
         raise ValueError(f"hidden, lm_head: need floating point, got {hidden_NH.dtype} and {lm_head_VH.dtype}")
     if token_ids_N.shape[:1] != hidden_NH.shape[:1]:
         raise ValueError(f"token_ids: shape {list(token_ids_N.shape)} does not fit {hidden_NH.shape[0]} hidden rows")
-    if bias is not None and bias.shape != lm_head_VH.shape[:1]:
-        raise ValueError(f"bias: need shape [{lm_head_VH.shape[0]}], got {list(bias.shape)}")
+    if bias is not None and (bias.shape != lm_head_VH.shape[:1] or not bias.is_floating_point()):
+        raise ValueError(
+            f"bias: need floating point of shape [{lm_head_VH.shape[0]}], got {bias.dtype} {list(bias.shape)}"
+        )
+    if bias is not None and bias.device != lm_head_VH.device:
+        raise ValueError(f"bias: on {bias.device}, but lm_head is on {lm_head_VH.device}; move one of them")
     if len({hidden_NH.device, lm_head_VH.device, token_ids_N.device}) != 1:
         raise ValueError(
             f"hidden, lm_head, token_ids: on {hidden_NH.device}, {lm_head_VH.device} and {token_ids_N.device}; "

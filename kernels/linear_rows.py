@@ -6,6 +6,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from rhotrain.kernels.backend import promoted_dtype
@@ -22,11 +23,15 @@ from rhotrain.kernels.logprob import (
 )
 from rhotrain.kernels.policy_rows import PolicyCall, PolicyRecord, policy_rows_, sequence_terms
 from rhotrain.kernels.rows import ActiveRows, RowArguments, active_rows
+from rhotrain.kernels.upstream import waiting_dtype
 
 
 @dataclass(frozen=True, eq=False)
 class LinearRows:
-    """hidden [N, H], lm_head [V, H] and rows of one call; `needs`: which of (hidden, lm_head, bias) want a gradient."""
+    """hidden [N, H], lm_head [V, H] and rows of one call; `needs`: which of (hidden, lm_head, bias) want a gradient.
+
+    hidden_dtype: of hidden's gradient.
+    """
 
     hidden_NH: Tensor
     lm_head_VH: Tensor
@@ -34,6 +39,7 @@ class LinearRows:
     rows: RowArguments
     chunk: int | None
     triton: bool
+    hidden_dtype: torch.dtype
 
     @staticmethod
     def of(
@@ -45,17 +51,22 @@ class LinearRows:
         logit_scale: float | None,
         chunk: int | None,
         triton: bool,
+        *,
+        loss: bool,
     ) -> "LinearRows":
+        """loss: gradients are formed before the upstream scalar is known, see `waiting_dtype`."""
         bias = None if bias_V is None else bias_V[: rows.vocab]
         dtype, half = promoted_dtype(hidden_NH, lm_head_VH), takes_half(hidden_NH, lm_head_VH)
-        head = Head(lm_head_VH[: rows.vocab], bias, softcap, logit_scale, dtype, half)
-        return LinearRows(hidden_NH, lm_head_VH, head, rows, chunk, triton)
+        half_grad = half and not (loss and hidden_NH.dtype == torch.float16)
+        head = Head(lm_head_VH[: rows.vocab], bias, softcap, logit_scale, dtype, half, half_grad)
+        hidden_dtype = waiting_dtype(hidden_NH.dtype) if loss else hidden_NH.dtype
+        return LinearRows(hidden_NH, lm_head_VH, head, rows, chunk, triton, hidden_dtype)
 
     def chunks(self, rows: ActiveRows, *, want_grad: bool) -> Iterator[Chunk]:
         return chunks(self.hidden_NH, self.head, rows, self.chunk, want_grad=want_grad)
 
     def gradients(self, needs: list[bool]) -> Gradients:
-        return Gradients(self.hidden_NH, self.lm_head_VH, self.head, needs)
+        return Gradients(self.hidden_NH, self.lm_head_VH, self.head, needs, self.hidden_dtype)
 
     def token_logprobs(self, rows: ActiveRows, *, entropy: bool) -> TokenLogprobs:
         """Of all N rows, 0 in those that are not among `rows`."""

@@ -22,7 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rhotrain.kernels.backend import Backend, Launch, promoted_dtype, refuse_create_graph, resolve_backend, tl
+from rhotrain.kernels.backend import (
+    Backend,
+    Launch,
+    promoted_dtype,
+    refuse_create_graph,
+    require_tensors,
+    resolve_backend,
+    tl,
+)
 from rhotrain.kernels.passes import (
     BAD_ID,
     BAD_KEPT,
@@ -45,9 +53,11 @@ from rhotrain.kernels.rows import (
 )
 from rhotrain.kernels.spec import IGNORE_INDEX
 
-FORWARD = Launch(block=4096, num_warps=8)
-"""At most 40 registers a thread (sm_90): five programs share a multiprocessor."""
-BACKWARD = Launch(block=4096, num_warps=8)
+FORWARD = Launch(block=4096, num_warps=4, num_stages=2)
+"""56 registers a thread (sm_90): nine programs share a multiprocessor. Twice the threads would double the cost of the
+three reductions per block, which is what bounds a bf16 row with entropy. `policy_rows.FUSED` has the same block and
+threads: one row, the same bits from either."""
+BACKWARD = Launch(block=1024, num_warps=4)
 KEPT = Launch(block=1024, num_warps=4, num_stages=1)
 """Both, over kept sets: these are short, and pipelined gathers of 4096 ids would take 255 registers."""
 
@@ -232,7 +242,6 @@ def backward_kernel(
         ENTROPY,
         KEPT,
         BLOCK,
-        STAGES,
     )
 
 
@@ -378,7 +387,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     refuse_create_graph()
-    tensors, outputs = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    saved = ctx.saved_tensors  # once: non-reentrant checkpointing gives each tensor out a single time
+    tensors, outputs = saved[:5], saved[5:]
     g_logprobs, g_entropy, g_logsumexp = upstream
     g_entropy = g_entropy if ctx.entropy else None
     dlogits = _backward_op(*tensors, *ctx.numbers, *outputs, g_logprobs, g_entropy, g_logsumexp, ctx.triton)
@@ -390,6 +400,7 @@ _op.register_autograd(_backward, setup_context=_setup_context)
 
 def check_logits(logits_NV: Tensor, token_ids_N: Tensor) -> None:
     """ValueError unless logits are floating point [N, V] with one row per token id."""
+    require_tensors(logits=logits_NV, token_ids=token_ids_N)
     if logits_NV.dim() != 2 or not logits_NV.is_floating_point():
         raise ValueError(f"logits: need floating point of shape [N, V], got {logits_NV.dtype} {list(logits_NV.shape)}")
     if token_ids_N.shape[:1] != logits_NV.shape[:1]:

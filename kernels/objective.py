@@ -168,9 +168,10 @@ KL_TERMS: dict[str, Callable[[_LogRatio, _LogRatio], tuple[Tensor, Tensor]]] = {
 class _SequenceMean(torch.autograd.Function):
     """[N] -> [N]: each live row gets the mean over the live rows of its sequence, the others 0.
 
-    As a matrix this is symmetric, so the backward pass is the function itself. The sums run in row order within a
-    sequence and in float64: neither a neighbour's sequence nor the device's timing can move a bit (index_add and a
-    parallel cumsum have no fixed order on CUDA), and the mean keeps the 1e-4 that GSPO's clip is about.
+    As a matrix this is symmetric, so the backward pass is the function itself. The sums run one sequence at a time (in
+    row order on a CPU, by one thread block on CUDA) and in float64: what a neighbour's sequence or the device's timing
+    could move lies far below float32 (index_add and a parallel cumsum have no fixed order on CUDA), and the mean keeps
+    the 1e-4 that GSPO's clip is about.
     """
 
     @staticmethod
@@ -211,7 +212,10 @@ class _Sequences:
         """float64 [S]."""
         if x_N.shape[0] == 0:  # segment_reduce refuses an empty tensor
             return x_N.double()
-        return torch.segment_reduce(x_N.detach()[self.order_N].double(), "sum", lengths=self.lengths_S)
+        # unsafe: do not check that the lengths fit. They come from unique_consecutive of these rows, and the check
+        # would wait for the device twice.
+        x_sorted = x_N.detach()[self.order_N].double()
+        return torch.segment_reduce(x_sorted, "sum", lengths=self.lengths_S, unsafe=True)
 
     def mean(self, x_N: Tensor) -> Tensor:
         """Differentiable; see _SequenceMean."""

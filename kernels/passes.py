@@ -189,8 +189,9 @@ def row_statistics(
         for c in tl.range(0, whole, BLOCK, num_stages=STAGES):
             x = tl.load(row_ptr + c + lane).to(tl.float32) * inv_t
             m, s, w = _online(m, s, w, x, ENTROPY)
-        x = tl.load(row_ptr + whole + lane, mask=whole + lane < length, other=float("-inf")).to(tl.float32) * inv_t
-        m, s, w = _online(m, s, w, x, ENTROPY)
+        for c in tl.range(whole, length, BLOCK, num_stages=1):  # no turn where BLOCK divides the length
+            x = tl.load(row_ptr + c + lane, mask=c + lane < length, other=float("-inf")).to(tl.float32) * inv_t
+            m, s, w = _online(m, s, w, x, ENTROPY)
     empty = m == float("-inf")  # no finite logit: NaN, as in torch
     s = tl.where(empty, 1.0, s)
     log_s = tl.where(empty, float("nan"), tl.log(s))
@@ -235,11 +236,13 @@ def row_gradient(
     ENTROPY: tl.constexpr,
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ) -> None:
     """Write one row of dlogits to out_ptr, which may be row_ptr; zeros from `length` to `columns`.
 
     With KEPT only the set's gradients are written, one after the other (`scatter_kernel` puts them in their places).
+    BLOCK: smaller than the statistics' in a kernel that has both. Accesses of one shape share a layout, and that of a
+    half-type store would change the order of the statistics' sums; and it is this pass that needs the registers. Its
+    loads are not pipelined: they go through the L1 cache, where float32 in and half types out find whole sectors.
     """
     lane = tl.arange(0, BLOCK)
     g_token = g_logprob * inv_t
@@ -248,7 +251,7 @@ def row_gradient(
         g_entropy = g_entropy * inv_t
         slope = slope - g_entropy * entropy
     if KEPT:
-        for c in tl.range(0, length, BLOCK, num_stages=STAGES):
+        for c in tl.range(0, length, BLOCK, num_stages=1):
             at = c + lane
             ids = tl.load(kept_ptr + at, mask=at < length, other=0)
             x = tl.load(row_ptr + ids, mask=at < length, other=float("-inf")).to(tl.float32) * inv_t
@@ -259,14 +262,14 @@ def row_gradient(
         if length == 0:  # nothing to read, zeros to write
             first = columns // BLOCK * BLOCK
             zeros = tl.zeros([BLOCK], tl.float32)
-            for c in tl.range(0, first, BLOCK):
+            for c in tl.range(0, first, BLOCK, num_stages=1):
                 tl.store(out_ptr + c + lane, zeros)
-        for c in tl.range(first, columns, BLOCK):
+        for c in tl.range(first, columns, BLOCK, num_stages=1):
             at = c + lane
             x = tl.load(row_ptr + at, mask=at < length, other=float("-inf")).to(tl.float32) * inv_t
             grad = _gradient(x, at == token, lse, g_token, slope, g_entropy, ENTROPY)
             tl.store(out_ptr + at, tl.where(at < length, grad, 0.0), mask=at < columns)
-        for i in tl.range(0, blocks, num_stages=STAGES):
+        for i in tl.range(0, blocks, num_stages=1):
             at = (blocks - 1 - i) * BLOCK + lane
             x = tl.load(row_ptr + at).to(tl.float32) * inv_t
             tl.store(out_ptr + at, _gradient(x, at == token, lse, g_token, slope, g_entropy, ENTROPY))

@@ -30,7 +30,7 @@ from rhotrain.kernels.objective_triton import pack_objective, unpack_objective
 from rhotrain.kernels.policy_rows import PolicyCall, PolicyInputs
 from rhotrain.kernels.rows import KeptSet, RowArguments, check_rows
 from rhotrain.kernels.spec import IGNORE_INDEX, Objective
-from rhotrain.kernels.upstream import Upstream
+from rhotrain.kernels.upstream import Upstream, waiting_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,8 @@ def _op(
     rows = (token_ids, inv_temperature, kept_offsets, kept_ids, vocab, ignore_index)
     inputs = (old_logprobs, advantages, weights, ref_logprobs, importance, sequence_ids)
     call = unpack_call(*rows, *inputs, kind, ratio_level, kl, numbers, triton)
-    dlogits = torch.empty(logits.shape if want_grad else 0, dtype=logits.dtype, device=logits.device)
+    shape = logits.shape if want_grad else (0,)
+    dlogits = torch.empty(shape, dtype=waiting_dtype(logits.dtype), device=logits.device)
     record = call.run(logits, dlogits if want_grad else None)
     return record.values_5N[0].sum(), record.values_5N, record.flags_2N, dlogits
 
@@ -107,14 +108,14 @@ def fake_record(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tenso
 
 @_op.register_fake
 def _(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shape = logits.shape if rest[-1] else (0,)
-    return *fake_record(logits, promoted_dtype(logits)), torch.empty(shape, dtype=logits.dtype, device=logits.device)
+    shape, dtype = logits.shape if rest[-1] else (0,), waiting_dtype(logits.dtype)
+    return *fake_record(logits, promoted_dtype(logits)), torch.empty(shape, dtype=dtype, device=logits.device)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     # Detached: autograd wraps a saved output anew, takes the wrapper for its only owner and accumulates into it.
     ctx.save_for_backward(output[3].detach())
-    ctx.upstream = Upstream()
+    ctx.upstream, ctx.dtype = Upstream(), inputs[0].dtype
     ctx.set_materialize_grads(False)
 
 
@@ -122,7 +123,7 @@ def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Ten
     if upstream is None:
         return (None,) * 19
     (dlogits,) = ctx.saved_tensors
-    return *ctx.upstream.times([dlogits], upstream, [dlogits.dtype]), *[None] * 18
+    return *ctx.upstream.times([dlogits], upstream, [ctx.dtype]), *[None] * 18
 
 
 _op.register_autograd(_backward, setup_context=_setup_context)
@@ -195,11 +196,16 @@ def _check_reuse(logits_NV: Tensor, overwrite: bool) -> None:
 
     Autograd says nothing when a leaf's values are overwritten inside a Function.
     """
-    if overwrite and 0 in logits_NV.stride() and logits_NV.numel() > 1:
-        raise ValueError("inplace: rows of the logits share memory (an expanded tensor); use inplace=False")
-    owner = _owner(logits_NV)
     if torch.compiler.is_compiling():
         return
+    if overwrite and 0 in logits_NV.stride() and logits_NV.numel() > 1:
+        raise ValueError("inplace: rows of the logits share memory (an expanded tensor); use inplace=False")
+    if overwrite and logits_NV.dtype == torch.float16:
+        raise ValueError(
+            "inplace: float16 logits cannot hold their own gradient: it underflows before a loss scale can act; use "
+            "inplace=False, or bf16"
+        )
+    owner = _owner(logits_NV)
     mark = getattr(owner, _OVERWRITTEN, None)
     if mark is not None and mark == (logits_NV.data_ptr(), logits_NV._version):
         raise ValueError(
@@ -232,9 +238,10 @@ def policy_loss(
     read: 0 in every field, gradient exactly 0.
 
     inplace=True overwrites the logits with their gradient during this call (when a gradient is wanted), which saves
-    one [N, V] tensor: the values of `logits_NV` are gone afterwards. Refused for a leaf that requires grad and for
-    logits that an earlier in-place call has overwritten; autograd refuses the backward pass of whatever kept the old
-    values.
+    one [N, V] tensor: the values of `logits_NV` are gone afterwards. Refused for a leaf that requires grad, for float16
+    and for logits that an earlier in-place call has overwritten (as passed: a detached alias is not seen); autograd
+    refuses the backward pass of whatever kept the old values. Of two calls on slices of one buffer the first needs its
+    backward pass before the second. Inside torch.compile it is ignored.
 
     A second backward needs retain_graph=True, in place too.
     ValueError: wrong shape, dtype or device, a bad id, ref_logprobs missing for a KL, and what PolicyInputs refuses.
@@ -243,7 +250,8 @@ def policy_loss(
     check_inputs(inputs, token_ids_N)
     triton = resolve_backend(backend, logits_NV) == "triton"
     want_grad = torch.is_grad_enabled() and logits_NV.requires_grad
-    overwrite = inplace and want_grad
+    # A compiler makes mutation functional anyway, and has no way to refuse a leaf: there, in place is out of place.
+    overwrite = inplace and want_grad and not torch.compiler.is_compiling()
     _check_reuse(logits_NV, overwrite)
     rows = check_rows(
         token_ids_N,
@@ -260,8 +268,7 @@ def policy_loss(
         loss, values, flags, _ = _op(logits_NV, *arguments, want_grad)
         return unpack_policy_loss(loss, values, flags)
     loss, values, flags = _InPlace.apply(logits_NV, *arguments)
-    if not torch.compiler.is_compiling():
-        setattr(_owner(logits_NV), _OVERWRITTEN, (logits_NV.data_ptr(), logits_NV._version))
+    setattr(_owner(logits_NV), _OVERWRITTEN, (logits_NV.data_ptr(), logits_NV._version))
     return unpack_policy_loss(loss, values, flags)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rhotrain.kernels.backend import Launch, promoted_dtype, tl
-from rhotrain.kernels.logprob import SavedStats, TokenLogprobs, backward_rows, forward_rows, zero_the_rest_
+from rhotrain.kernels.backend import Launch, promoted_dtype, require_tensors, tl
+from rhotrain.kernels.logprob import FORWARD, SavedStats, TokenLogprobs, backward_rows, forward_rows, zero_the_rest_
 from rhotrain.kernels.objective import PolicyTerms, policy_terms, refuse_grad
 from rhotrain.kernels.objective_triton import objective_arguments, policy_terms_kernel
 from rhotrain.kernels.passes import (
@@ -28,7 +28,9 @@ from rhotrain.kernels.row_launch import RowLaunch, row_jit, unit_columns
 from rhotrain.kernels.rows import ActiveRows, RowArguments, active_rows, gather_logits, row_blocks
 from rhotrain.kernels.spec import Objective
 
-FUSED = Launch(block=4096, num_warps=8)
+FUSED = Launch(block=FORWARD.block, num_warps=FORWARD.num_warps, num_stages=FORWARD.num_stages)
+"""As the forward pass alone: `old_logprobs` from `token_logprobs` give a ratio of exactly 1. The gradient pass takes
+quarter blocks, which leaves room for nine programs a multiprocessor (56 registers, sm_90; two with whole blocks)."""
 FUSED_KEPT = Launch(block=1024, num_warps=4, num_stages=1)
 """Over kept sets; see KEPT in logprob.py."""
 
@@ -54,12 +56,17 @@ class PolicyInputs:
     sequence_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
+        for name, value in self.named().items():
+            if value is not None or name in ("advantages", "weights"):
+                require_tensors(**{name: value})
         shape = self.advantages.shape
+        if len(shape) != 1:
+            raise ValueError(f"advantages: need one value per token, [N], got shape {list(shape)}")
         for name, value in self.named().items():
             if value is None:
                 continue
             refuse_grad(**{name: value})
-            if value.dim() != 1 or value.shape != shape:
+            if value.shape != shape:
                 raise ValueError(
                     f"{name}: shape {list(value.shape)}, but advantages has {list(shape)}; all must be the same [N]"
                 )
@@ -238,6 +245,15 @@ def policy_loss_kernel(
         first, length = kept_range(kept_offsets, kept_ids, row, active)
         kept_ids += first
     inv_t = tl.load(inv_temperature + row * inv_t_stride)
+    # Before the row is read: what is loaded between the passes would be waited for.
+    advantage = tl.load(advantages + row)
+    factor = 1.0
+    if importance is not None:
+        factor = tl.load(importance + row)
+    if old_logprobs is not None:
+        old_logprob = tl.load(old_logprobs + row)
+    if ref_logprobs is not None:
+        ref_logprob = tl.load(ref_logprobs + row)
     row_ptr = logits + row * row_stride
     logprob, entropy, logsumexp, bad_kept = row_statistics(
         row_ptr, kept_ids, length, vocab, token, inv_t, True, KEPT, BLOCK, STAGES
@@ -246,21 +262,16 @@ def policy_loss_kernel(
         if active & bad_kept:
             tl.atomic_or(status, BAD_KEPT)
         active = active & (bad_kept == 0)
-
-    old_logprob = logprob
-    if old_logprobs is not None:
-        old_logprob = tl.load(old_logprobs + row)
-    ref_logprob = logprob
-    if ref_logprobs is not None:
-        ref_logprob = tl.load(ref_logprobs + row)
-    factor = 1.0
-    if importance is not None:
-        factor = tl.load(importance + row)
+        length = tl.where(active, length, 0)  # its ids may lie anywhere
+    if old_logprobs is None:
+        old_logprob = logprob
+    if ref_logprobs is None:
+        ref_logprob = logprob
     loss, dlogprob, dentropy, ratio, kl, low, high = policy_terms_kernel(
         logprob,
         old_logprob,
         ref_logprob,
-        tl.load(advantages + row),
+        advantage,
         tl.where(active, weight, 0.0),
         factor,
         entropy,
@@ -300,8 +311,7 @@ def policy_loss_kernel(
             dentropy,
             ENTROPY_BONUS,
             KEPT,
-            BLOCK,
-            STAGES,
+            BLOCK // 4,
         )
 
 

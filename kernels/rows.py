@@ -32,7 +32,7 @@ class KeptSet:
     @staticmethod
     def from_lists(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> "KeptSet":
         """Build from one list of ids per row, in any order."""
-        sets = [sorted(set(row)) for row in rows]
+        sets = [sorted({int(i) for i in row}) for row in rows]
         lengths = torch.tensor([0, *map(len, sets)], dtype=torch.int64)
         flat = torch.tensor([i for row in sets for i in row], dtype=torch.int32)
         return KeptSet(lengths.cumsum(0).to(device), flat.to(device))
@@ -153,7 +153,11 @@ def check_rows(
     count, device = token_ids_N.shape[0], token_ids_N.device
     offsets = ids = None
     if kept is not None:
+        if not isinstance(kept, KeptSet):
+            raise ValueError(f"kept: need a KeptSet, got {type(kept).__name__}; KeptSet.from_lists makes one")
         offsets, ids = kept.offsets, kept.ids
+        if offsets.dim() != 1 or ids.dim() != 1:
+            raise ValueError(f"kept: need offsets [N + 1] and ids [K], got {list(offsets.shape)} and {list(ids.shape)}")
         if len(kept) != count:
             raise ValueError(f"kept: has {len(kept)} rows for {count} token ids")
         if ids.dtype != torch.int32 or offsets.dtype != torch.int64:

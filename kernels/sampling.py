@@ -29,7 +29,7 @@ from rhotrain.kernels.backend import Backend, promote, promoted_dtype, resolve_b
 from rhotrain.kernels.philox import philox_uniform
 from rhotrain.kernels.rows import KeptSet
 from rhotrain.kernels.sampling_kernels import draw_rows, kept_sets
-from rhotrain.kernels.sampling_params import RowParams, checked, row_param
+from rhotrain.kernels.sampling_params import RowParams, check_logits, checked, may_draw_mask, row_param, set_tensors
 
 BLOCK = 1024
 """Vocabulary ids per block of the two-level CDF. Fixed: it decides the rounding, and so the token at a boundary."""
@@ -50,7 +50,7 @@ class Sample:
         whatever was truncated.
     kept_mass: [B], mass under p of the set that the token was drawn from (1 when nothing was cut).
     kept_count: int64 [B], size of that set. kept: the sets themselves, ids ascending, when asked for.
-    error: bool [B], rows with NaN or +inf, or with nothing to draw from: token 0, logprob 0, kept_mass 0,
+    error: bool [B], rows with NaN or +inf in logits / T, or with nothing to draw from: token 0, logprob 0, kept_mass 0,
         empty set. logprobs and kept_mass are float32, or float64 for float64 logits.
     """
 
@@ -205,16 +205,6 @@ def _truncate(logits_BV: Tensor, inverse: Tensor, dist: _Softmax, params: RowPar
     return cuts
 
 
-def _may_draw(rows: int, vocab: int, allowed: KeptSet | None, banned: KeptSet | None) -> Tensor | None:
-    """bool [B,V], the ids that may be drawn; None for all."""
-    for name, sets in (("allowed", allowed), ("banned", banned)):
-        if sets is not None and len(sets) != rows:
-            raise ValueError(f"{name}: {len(sets)} sets for {rows} rows; give one set per row")
-    if banned is None:
-        return None if allowed is None else allowed.mask(vocab)
-    return ~banned.mask(vocab) if allowed is None else allowed.mask(vocab) & ~banned.mask(vocab)
-
-
 def _kept_sets(
     token_ids: Tensor,
     vocab: int,
@@ -295,15 +285,16 @@ def _triton(
 def _sample(
     logits_BV: Tensor,
     params: RowParams,
-    allowed: KeptSet | None,
-    banned: KeptSet | None,
+    allowed: list[Tensor],
+    banned: list[Tensor],
     keep_sets: bool,
     may_truncate: bool,
     triton: bool,
 ) -> Sample:
-    rows, vocab = logits_BV.shape
+    """`allowed`, `banned`: (offsets, ids) or nothing."""
+    vocab = logits_BV.shape[1]
     params = checked(params, vocab)
-    may_draw = _may_draw(rows, vocab, allowed, banned)
+    may_draw = may_draw_mask(vocab, *(KeptSet(*sets) if sets else None for sets in (allowed, banned)))
     if triton:
         return _triton(logits_BV, may_draw, params, keep_sets, may_truncate)
     return _reference(logits_BV, may_draw, params, keep_sets)
@@ -318,9 +309,8 @@ def _sample_op(
     may_truncate: bool,
     triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`_sample` without kept sets as one node of a compiled graph; `allowed`, `banned`: (offsets, ids) or nothing."""
-    allowed_sets, banned_sets = (KeptSet(*sets) if sets else None for sets in (allowed, banned))
-    sample = _sample(logits_BV, RowParams(*params), allowed_sets, banned_sets, False, may_truncate, triton)
+    """`_sample` without kept sets as one node of a compiled graph."""
+    sample = _sample(logits_BV, RowParams(*params), allowed, banned, False, may_truncate, triton)
     # An op may not return two views of one tensor.
     return sample.token_ids, sample.logprobs.clone(), sample.kept_mass.clone(), sample.kept_count, sample.error
 
@@ -349,8 +339,8 @@ def sample_tokens(
     top_k: int | Tensor = 0,
     top_p: float | Tensor = 1.0,
     min_p: float | Tensor = 0.0,
-    seeds: Tensor,
-    positions: Tensor,
+    seeds: int | Tensor,
+    positions: int | Tensor,
     samples: int | Tensor = 0,
     vocab_size: int | None = None,
     allowed: KeptSet | None = None,
@@ -358,12 +348,13 @@ def sample_tokens(
     keep_sets: bool = False,
     backend: Backend = "auto",
 ) -> Sample:
-    """Draw one token per row of logits [B,V] (any float type, any row stride); see the module's text for the rules.
+    """Draw one token per row of logits [B,V]; see the module's text for the rules.
 
+    logits_BV: bf16, fp16, fp32 or fp64 with any row stride; V >= 1, B may be 0.
     temperature, top_k, top_p, min_p: a number or a tensor [B]. Temperature 0 is greedy: the largest value, the smallest
         id on a tie, its logprob at temperature 1, kept_mass 1 and a kept set of that one id.
-    seeds, positions, samples: int64 [B], key and counter of the row's random number; negative values count as bits.
-        samples tells rows of one seed and position apart.
+    seeds, positions, samples: an int or an integer tensor [B] (uint64 too), key and counter of the row's random
+        number; negative values count as bits. samples tells rows of one seed and position apart.
     vocab_size: the real vocabulary; ids from there on do not exist (they are padding of the head).
     allowed: ids that may be drawn, one set per row. banned: ids that may not. Both come before truncation, and neither
         changes the distribution that logprobs and kept_mass speak of.
@@ -371,13 +362,15 @@ def sample_tokens(
     backend: see `resolve_backend`; float64 logits take the reference. On CUDA only keep_sets waits for the device, and
         without it the call is one node of a graph under `torch.compile` (the op `rhotrain::sample_tokens`).
 
-    ValueError names a parameter out of range (checked on a CPU), a shape that does not fit, or an unknown id.
+    ValueError, on every device: a wrong type or shape, a tensor that requires grad or lies elsewhere than the logits, a
+    Python number out of range. Only for tensors on a CPU: values of temperature (after rounding to the type of the
+    maths), top_k, top_p or min_p out of range, and ids or offsets of allowed and banned that are wrong. A GPU would
+    have to wait for these: there they are the caller's to keep.
     """
-    triton = resolve_backend(backend, logits_BV) == "triton"
-    rows, vocab = logits_BV.shape
-    if vocab_size is not None and not 1 <= vocab_size <= vocab:
-        raise ValueError(f"vocab_size: {vocab_size} is not in [1, {vocab}], the columns of the logits")
+    check_logits(logits_BV, vocab_size)
+    triton, rows = resolve_backend(backend, logits_BV) == "triton", logits_BV.shape[0]
     logits, device = logits_BV.detach()[:, :vocab_size], logits_BV.device
+    sets = set_tensors("allowed", allowed, rows, device), set_tensors("banned", banned, rows, device)
     share = torch.float32 if triton else torch.float64
     params = RowParams(
         temperature=row_param("temperature", temperature, rows, promoted_dtype(logits), device),
@@ -393,9 +386,8 @@ def sample_tokens(
         isinstance(value, Tensor) or value != neutral for value, neutral in ((top_k, 0), (top_p, 1.0), (min_p, 0.0))
     )
     if keep_sets or not torch.compiler.is_compiling():
-        return _sample(logits, params, allowed, banned, keep_sets, may_truncate, triton)
-    allowed_tensors, banned_tensors = ([] if s is None else [s.offsets, s.ids] for s in (allowed, banned))
+        return _sample(logits, params, *sets, keep_sets, may_truncate, triton)
     token_ids, logprobs, kept_mass, kept_count, error = _sample_op(
-        logits, params.tensors(), allowed_tensors, banned_tensors, may_truncate, triton
+        logits, params.tensors(), *sets, may_truncate, triton
     )
     return Sample(token_ids, logprobs, kept_mass, kept_count, None, error)

@@ -68,6 +68,7 @@ class Objective:
     ratio_level: `token`, r = pi_new / pi_old of the token; `sequence` (GSPO, arXiv 2507.18071), r = the exponential of
         the log-ratio's mean over the sequence's tokens that carry loss, the same for all of them.
     ratio_min, ratio_max: absolute, closed bounds of the ratio (at a bound the gradient passes); ratio_max may be inf.
+        Values of the ratio, not distances from 1: for grpo they must hold 1 between them.
     dual_clip: grpo only; where A < 0 the ratio counts as at most this, and the gradient is 0 beyond. > 1, >= ratio_max.
         Ye et al. (arXiv 1912.09729, dual clip) write -max(min(r A, clip(r) A), c A), INTELLECT-2 (arXiv 2505.07291,
         delta) writes -min(min(r, c) A, clip(r) A). With c >= ratio_max both are one function: for A < 0 either is
@@ -120,6 +121,13 @@ class Objective:
             raise ValueError(
                 f"Objective.ratio_min, ratio_max: need 0 <= ratio_min <= ratio_max and a finite ratio_min, "
                 f"got {self.ratio_min} and {self.ratio_max}; ratio_min=0 and ratio_max=inf leave a side open"
+            )
+        if self.kind == "grpo" and not self.ratio_min <= 1.0 <= self.ratio_max:
+            sign = ">" if self.ratio_max < 1.0 else "<"
+            raise ValueError(
+                f"Objective.ratio_min, ratio_max: {self.ratio_min} and {self.ratio_max} leave out 1: the gradient of "
+                f"every on-policy token with A {sign} 0 would be 0. They are values of the ratio, not distances from "
+                "1: a clip of 0.2 is ratio_min=0.8, ratio_max=1.2"
             )
         if self.dual_clip is not None and not (
             _finite(self.dual_clip) and self.dual_clip > 1.0 and self.dual_clip >= self.ratio_max

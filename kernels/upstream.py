@@ -9,7 +9,7 @@ backward pass.
 import torch
 from torch import Tensor
 
-from rhotrain.kernels.backend import Launch, refuse_create_graph, resolve_backend, tl
+from rhotrain.kernels.backend import Launch, promote, refuse_create_graph, resolve_backend, tl
 from rhotrain.kernels.row_launch import row_jit
 
 SCALE = Launch(block=4096, num_warps=8)
@@ -38,6 +38,25 @@ def scale_kernel(
     tl.store(row_ptr + at, tl.load(row_ptr + at, mask=rest, other=0.0).to(tl.float32) * factor, mask=rest)
 
 
+def waiting_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which a gradient waits for the upstream scalar: float32 for float16, else its own.
+
+    Weights carry the normaliser, so gradients of logits lie near 1e-9, and float16 ends at 6e-8. A loss scale is there
+    to prevent that, but it arrives as the upstream scalar, after the gradient was formed.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _multiplied(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad * factor in float32 (float64 stays), rounded once.
+
+    A half type's own product would round the factor first: to 8 bits, or to inf (a loss scale of 65536 in float16).
+    """
+    if grad.dtype == dtype and grad.dtype in (torch.float32, torch.float64):
+        return grad * factor.to(dtype)
+    return (promote(grad) * promote(factor)).to(dtype)
+
+
 class Upstream:
     """What the backward passes of one call need to know about each other; kept in the call's autograd context."""
 
@@ -55,29 +74,25 @@ class Upstream:
 
     def _one(self, index: int, grad: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
         if type(upstream) is not Tensor or torch.compiler.is_compiling():  # a tracer's stand-in has no value
-            return (grad * upstream.to(grad.dtype)).to(dtype)
-        if not grad.is_cuda:
-            return (grad if upstream.item() == 1.0 else grad * upstream.to(grad.dtype)).to(dtype)
+            return _multiplied(grad, upstream, dtype)
+        if grad.device.type == "cpu" and upstream.item() == 1.0:
+            return grad.to(dtype)
         if index in self.applied:
-            return self._again(grad, upstream, self.applied[index], dtype)
-        if (
-            dtype == grad.dtype
-            and grad.dim() == 2
-            and grad.stride(1) == 1
-            and resolve_backend("auto", grad) == "triton"
-        ):
+            return self._again(grad, upstream, self.applied[index])
+        in_rows = grad.dim() == 2 and grad.stride(1) == 1
+        if grad.is_cuda and in_rows and dtype == grad.dtype and resolve_backend("auto", grad) == "triton":
             return self._in_place(index, grad, upstream)
-        return torch.mul(grad, upstream.to(grad.dtype), out=torch.empty_like(grad, dtype=dtype))
+        return _multiplied(grad, upstream, dtype)
 
     def _in_place(self, index: int, grad: Tensor, upstream: Tensor) -> Tensor:
         self.applied[index] = upstream.detach().clone()
         SCALE(scale_kernel, (grad.shape[0],), grad.device, grad, grad.stride(0), grad.shape[1], upstream)
         return grad
 
-    def _again(self, grad: Tensor, upstream: Tensor, applied: Tensor, dtype: torch.dtype) -> Tensor:
+    def _again(self, grad: Tensor, upstream: Tensor, applied: Tensor) -> Tensor:
         """After an in-place pass `grad` carries what that applied; a factor of 0 cannot be undone."""
         torch._assert_async(
             applied != 0,
             "an earlier backward pass had an upstream gradient of 0 and overwrote this one; compute the loss again",
         )
-        return (grad * (upstream / applied).to(grad.dtype)).to(dtype)
+        return _multiplied(grad, promote(upstream) / promote(applied), grad.dtype)

@@ -137,6 +137,7 @@ class PolicyCase:
             numbers = cycle(product(objectives(self.kind, self.kl, self.bonus), (False, True)))
             for rows in all_rows(self.dtype, aligned=self.aligned, kept=self.kept, grad=self.grad):
                 for objective, inplace in islice(numbers, 2):
+                    inplace = inplace and self.dtype != torch.float16  # refused
                     policy(rows, objective, all_inputs=self.all_inputs, inplace=inplace)
 
 
@@ -182,6 +183,8 @@ def half_chunk(dtype: torch.dtype, rows: Rows, entropy: bool) -> None:
     stats = forward_rows(rows.logits, arguments, entropy=entropy, triton=True)
     upstream = (rows.numbers(), rows.numbers() if entropy else None, None)
     backward_rows(rows.logits, out, arguments, SavedStats(stats.entropy, stats.logsumexp), upstream, triton=True)
+    if dtype == torch.float16:  # a loss keeps it in float32, see upstream.py
+        return
     inputs = PolicyInputs(old_logprobs=rows.numbers(), advantages=rows.numbers(), weights=rows.numbers())
     PolicyCall(arguments, inputs, Objective(entropy_coef=0.1 * entropy), True).run(rows.logits, out)
 

@@ -84,3 +84,10 @@ def narrow_offsets(ttir: str, strides: Sequence[str] = ()) -> list[str]:
         elif op == "tt.get_program_id" or (rows and not wide and op != "arith.cmpi" and op.startswith(_SAME_NUMBER)):
             growing.add(name)
     return found + [f"{name} takes part in no 64-bit product" for name in strides if name in used - widened]
+
+
+def summed_layouts(ttgir: str, block: int) -> tuple[str, ...]:
+    """Layouts of the tensors of `block` elements that are reduced, each once, as Triton's GPU IR writes them."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    reduced = re.findall(rf"\}}\)\s*: \(tensor<{block}x\w+, (#\w+)>", ttgir)
+    return tuple(sorted({layouts.get(name, name) for name in reduced}))

@@ -17,7 +17,7 @@ import torch
 from kernel_cases import OPS, Inputs, Op, Result, Shape, cases, make_inputs, parity_errors, parity_failures
 from kernel_limits import describe_machine, milliseconds, peak_extra_mib
 from kernel_peers import OURS, PEERS, Unavailable, implementations
-from kernel_report import Row, compare_with_peers, default_path, has_targets, summary, table, write_json
+from kernel_report import GRAPH, Row, compare_with_peers, default_path, has_targets, summary, table, write_json
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,6 +56,10 @@ def test_every_implementation_runs_on_a_gpu(op: Op) -> None:
         assert all(ms > 0 for ms in milliseconds(call, device, budget_s=0.01))
         peak = peak_extra_mib(call, device)
         assert peak is not None and peak > 0
+        if op.kind == "sample_tokens":
+            replay = PEERS[name + GRAPH](inputs)
+            assert parity_failures(inputs, parity_errors(inputs, replay()), ours=name == OURS) == [], name
+            assert all(ms > 0 for ms in milliseconds(replay, device, budget_s=0.01))
 
 
 def scaled(grad: Tensor, index: Any) -> Tensor:
@@ -125,6 +129,18 @@ def test_a_peer_that_is_missing_or_fails_is_a_skipped_row(
         assert row.reason == f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+def test_a_graph_of_ours_that_cannot_be_captured_is_a_skipped_row(
+    small_case: tuple[Op, Shape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PEERS, OURS + GRAPH, fails(Unavailable("cannot be captured: it waits")))
+    call, row = test_kernels.prepare(*small_case, OURS + GRAPH)
+    assert call is None and row.ours and row.graph and row.peer == "rhotrain (reference), CUDA graph"
+    assert (row.status, row.reason) == ("skipped", "Unavailable: cannot be captured: it waits")
+    monkeypatch.setitem(PEERS, OURS + GRAPH, fails(RuntimeError("broken kernel")))
+    with pytest.raises(RuntimeError, match="broken kernel"):
+        test_kernels.prepare(*small_case, OURS + GRAPH)
+
+
 def test_a_failure_of_ours_is_an_error_and_a_wrong_result_has_no_figures(
     small_case: tuple[Op, Shape], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,10 +166,11 @@ def test_figures_of_logits_are_bytes_and_of_heads_flop(
     assert row.target is None, "targets are for an H200"
     monkeypatch.setattr(test_kernels, "device_name", lambda device: "NVIDIA H200")
     test_kernels.add_figures(row, OPS[LOGITS], Shape(1000, 50000), [6.0])
-    assert row.share == pytest.approx(1.0) and row.target_met is True
+    assert row.share == pytest.approx(1.0) and row.target_met is True and row.reachable is None
     test_kernels.add_figures(row, OPS[HEAD], Shape(1000, 50000, 100), [4.0])
     assert row.rate == pytest.approx(6 * 1000 * 50000 * 100 / 4e-3 / 1e12) and row.share == pytest.approx(0.75)
     assert (row.target, row.target_met) == (0.85, False)
+    assert row.reachable == pytest.approx(3.0 / (3.0 + 10 * 1000 * 50000 / 100e9 * 1e3))
 
 
 def test_only_an_h200_has_targets() -> None:
@@ -166,9 +183,20 @@ def rows() -> list[Row]:
     timed: dict[str, Any] = {**common, "status": "ok", "unit": "GB/s", "limit": 4000.0}
     return [
         Row(**timed, peer="eager", ms=8.0, rate=400.0, share=0.1),
-        Row(**timed, peer="rhotrain (triton)", ms=1.0, rate=3200.0, share=0.8, target=0.85, target_met=False),
+        Row(
+            **timed,
+            peer="rhotrain (triton)",
+            ms=1.0,
+            rate=3200.0,
+            share=0.8,
+            target=0.85,
+            target_met=False,
+            reachable=0.77,
+        ),
         Row(**timed, peer="trl", ms=2.0, rate=1600.0, share=0.4, peak_mib=10.0),
         Row(**common, peer="liger", status="parity failed", reason="loss off by 1"),
+        Row(**timed, peer="rhotrain (triton), CUDA graph", ms=0.9, rate=3555.0, share=0.89),
+        Row(**timed, peer="eager, CUDA graph", ms=3.6, rate=889.0, share=0.22),
         Row(**{**timed, "shape": "9x5"}, peer="trl", ms=0.5, rate=1.0, share=0.4),
     ]
 
@@ -178,11 +206,13 @@ def test_the_table_prints_the_limit_beside_each_figure() -> None:
     compare_with_peers(found)
     lines = list(table(found))
     assert lines[1].split()[3:12] == ["rhotrain", "(triton)", "1.000", "3200", "GB/s", "4000", "GB/s", "80%", "-"]
-    assert "85% MISSED" in lines[1] and lines[1].endswith("2.00x as fast as trl")
+    assert lines[0].split()[-3:] == ["target", "reachable", "note"]
+    assert lines[1].split()[12:15] == ["85%", "MISSED", "77%"] and lines[1].endswith("2.00x as fast as trl")
+    assert lines[2].endswith("4.00x as fast as eager, CUDA graph"), "a replay is compared with replays"
     liger = next(line for line in lines if "liger" in line)
-    assert liger.split()[4:10] == ["-"] * 6 and liger.endswith("parity failed: loss off by 1")
+    assert liger.split()[4:11] == ["-"] * 7 and liger.endswith("parity failed: loss off by 1")
     assert summary(found) == (
-        "4 ok, 0 skipped, 1 parity failed; targets met: 0 of 1; faster than every peer measured: 1 of 1"
+        "6 ok, 0 skipped, 1 parity failed; targets met: 0 of 1; faster than every peer measured: 2 of 2"
     )
 
 
@@ -191,7 +221,7 @@ def test_json_keeps_a_missed_target_and_drops_what_is_empty(tmp_path: Path) -> N
     write_json(path, describe_machine(CPU), {"copy GB/s": 1.0}, rows())
     content = json.loads(path.read_text())
     assert content["machine"]["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
-    assert content["rows"][1]["target_met"] is False
+    assert content["rows"][1]["target_met"] is False and content["rows"][1]["reachable"] == 0.77
     assert "peak_mib" not in content["rows"][1] and "reason" not in content["rows"][1]
     assert default_path("NVIDIA H200").relative_to(ROOT).as_posix() == "benchmarks/results/kernels-nvidia-h200.json"
 
@@ -229,8 +259,13 @@ def test_a_run_prints_its_table_and_writes_its_rows(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     assert "kernels, beside what the machine reaches" in run.stdout and f"written to {path}" in run.stdout
     content = json.loads(path.read_text())
-    assert [(r["peer"], r["status"]) for r in content["rows"]] == [("rhotrain (reference)", "ok"), ("eager", "ok")]
-    mine = content["rows"][0]
+    graphs = {r["peer"]: r["reason"] for r in content["rows"] if r["status"] == "skipped"}
+    assert graphs.keys() == {"rhotrain (reference), CUDA graph", "eager, CUDA graph"}
+    assert set(graphs.values()) == {"Unavailable: CUDA graphs need a GPU"}
+    timed = [r for r in content["rows"] if r["status"] == "ok"]
+    assert [r["peer"] for r in timed] == ["rhotrain (reference)", "eager"]
+    assert content["limits"]["read GB/s"] > 0 and ", read GB/s " in run.stdout
+    mine = timed[0]
     assert mine["limit"] == content["limits"]["copy GB/s"] and mine["share"] == pytest.approx(
         mine["rate"] / mine["limit"], rel=1e-4
     )
@@ -259,8 +294,12 @@ def test_nothing_is_started_after_the_deadline(small_case: tuple[Op, Shape]) -> 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_runs_one_file_or_all_and_names_the_json() -> None:
+    # A make that runs these tests would pass its flags on, and this one would then print which folder it enters.
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "GNUMAKEFLAGS")}
+
     def commands(*args: str) -> str:
-        made = subprocess.run(["make", "-n", *args], cwd=ROOT, capture_output=True, text=True, check=True)
+        command = ["make", "-n", "--no-print-directory", *args]
+        made = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
         return made.stdout.replace("\\\n", "")
 
     assert "-m pytest benchmarks --benchmark-only" in commands("bench")

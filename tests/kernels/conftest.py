@@ -1,5 +1,6 @@
 """Where Triton kernels run in these tests, and what makes the interpreter as strict as a GPU."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,17 +15,21 @@ from rhotrain.kernels.backend import HAS_TRITON, INTERPRETED
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """The device of a test of Triton kernels: the CPU in the interpreter, CUDA where there is a GPU.
 
-    Uninitialised memory holds NaN meanwhile, so that an output nobody wrote is seen.
+    Uninitialised memory holds NaN meanwhile, so that an output nobody wrote is seen. That comes with deterministic
+    algorithms, which would also refuse what has none on CUDA, such as the reference's cumsum; it only warns here.
     """
     if not HAS_TRITON:
         pytest.skip("triton is not installed")
     if request.param == "interpreter" and not INTERPRETED:
         pytest.skip("a GPU was found, so kernels are not decorated for the interpreter")
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # with it, torch.empty fills with NaN (fill_uninitialized_memory)
-    assert bool(torch.empty(3).isnan().all())
-    yield "cpu" if request.param == "interpreter" else "cuda"
-    torch.use_deterministic_algorithms(before)
+    place = "cpu" if request.param == "interpreter" else "cuda"
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty fills (fill_uninitialized_memory)
+    assert bool(torch.empty(3, device=place).isnan().all())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*deterministic", UserWarning)
+        yield place
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from helpers_codegen import FAULTS, launch_toy
 
+from rhotrain.kernels.backend import INTERPRETED
 from rhotrain.kernels.logprob import token_logprobs
 from rhotrain.kernels.policy_rows import PolicyCall, PolicyInputs
 from rhotrain.kernels.rows import RowArguments
@@ -74,6 +75,19 @@ def test_every_kernel_is_compiled_for_every_architecture(results: dict[str, Any]
     assert all(line.startswith(CHECKS) for it in results["compiled"] for line in it["violations"])
 
 
+def test_the_loss_sums_in_the_order_of_the_forward_pass(results: dict[str, Any]) -> None:
+    """Old logprobs of the same weights then give a ratio of exactly 1, also where the gradient has another type."""
+    layouts: dict[tuple[int, str], dict[str, set[str]]] = {}
+    for it in results["compiled"]:
+        if it["kernel"] in ("forward_kernel", "policy_loss_kernel") and it["aligned"] and "KEPT" not in it["variant"]:
+            place = layouts.setdefault((it["arch"], it["variant"].split()[0]), {})
+            place.setdefault(it["kernel"], set()).update(it["layouts"])
+    both = {place: found for place, found in layouts.items() if len(found) == 2}
+    assert {dtype for _, dtype in both} >= {"bf16", "fp32"} and {arch for arch, _ in both} == ARCHS
+    for place, found in both.items():
+        assert found["forward_kernel"] == found["policy_loss_kernel"] and len(found["forward_kernel"]) == 1, place
+
+
 def test_one_binary_whatever_the_numbers(results: dict[str, Any]) -> None:
     """N, temperature, clip bounds and coefficients change, in place or not: what Triton compiles is the same, to the
     hash of the binary. A kernel that does specialise on its count shows that the recorder would see it.
@@ -119,6 +133,10 @@ def far_logits() -> Tensor:
 
     16 GiB of addresses, of which only the pages that are written or read take memory.
     """
+    if not INTERPRETED:
+        pytest.skip(
+            "memory of a CPU, where kernels run in the interpreter only; test_cuda.py has such offsets on a GPU"
+        )
     no_reserve = 0x4000  # MAP_NORESERVE, which mmap names from Python 3.13 on
     size = 2 * (2**31 + 2 * STRIDE + VOCAB)
     try:

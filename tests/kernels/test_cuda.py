@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rhotrain.kernels.backend import resolve_backend
-from rhotrain.kernels.linear import linear_policy_loss
+from rhotrain.kernels.linear import linear_policy_loss, linear_token_logprobs
 from rhotrain.kernels.logprob import forward_kernel, token_logprobs
 from rhotrain.kernels.policy_loss import PolicyInputs, policy_loss
 from rhotrain.kernels.policy_rows import policy_loss_kernel
@@ -113,6 +113,19 @@ def test_offsets_beyond_two_to_the_31() -> None:
     loss = policy_loss(leaf, all_ids, PolicyInputs(**named), Objective())  # type: ignore[arg-type]
     (grad,) = torch.autograd.grad(loss.loss, leaf)
     assert torch.equal(loss.ratio[:3], loss.ratio[-3:]) and torch.equal(grad[:3], grad[-3:])
+
+
+def test_old_logprobs_of_the_same_weights_give_a_ratio_of_exactly_one() -> None:
+    """Through a bf16 head too, where the loss reads float32 logits and writes a bf16 gradient: the same sums."""
+    g = torch.Generator(device="cuda").manual_seed(0)
+    h = torch.randn(300, 256, generator=g, device="cuda").bfloat16().requires_grad_()
+    w = torch.randn(49152, 256, generator=g, device="cuda").bfloat16().requires_grad_()
+    _, ids, inputs = problem(300, 49152)
+    for objective in (Objective(), Objective(entropy_coef=0.1)):
+        old = linear_token_logprobs(h.detach(), w.detach(), ids, temperature=0.7).logprobs
+        mine = PolicyInputs(old_logprobs=old, advantages=inputs.advantages, weights=inputs.weights)
+        out = linear_policy_loss(h, w, ids, mine, objective, temperature=0.7)
+        assert bool((out.ratio[inputs.weights != 0] == 1.0).all())
 
 
 BAD_ROW = """

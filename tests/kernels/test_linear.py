@@ -366,11 +366,19 @@ def test_no_tensor_of_all_rows_and_the_vocabulary(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight": torch.zeros(5, 4)}, r"hidden, lm_head: need \[N, H\] and \[V, H\], got \[2, 3\] and \[5, 4\]"),
+        (
+            {"weight": torch.zeros(5, 4)},
+            r"hidden, lm_head: need \[N, H\] and \[V, H\], H > 0, got \[2, 3\] and \[5, 4\]",
+        ),
         ({"hidden": torch.zeros(1, 2, 3)}, "hidden, lm_head: need"),
         ({"ids": torch.zeros(3, dtype=torch.int64)}, "token_ids: shape"),
         ({"ids": torch.tensor([0, 5])}, r"row 1 has id 5, outside \[0, 5\)"),
-        ({"bias": torch.zeros(4)}, r"bias: need shape \[5\], got \[4\]"),
+        ({"bias": torch.zeros(4)}, r"bias: need floating point of shape \[5\], got torch.float32 \[4\]"),
+        ({"bias": torch.zeros(5, dtype=torch.int64)}, "bias: need floating point"),
+        ({"bias": torch.zeros(5, device="meta")}, "bias: on meta, but lm_head is on cpu"),
+        ({"hidden": torch.zeros(2, 0), "weight": torch.zeros(5, 0)}, "hidden, lm_head: need"),
+        ({"weight": torch.nn.Linear(3, 5)}, "lm_head: need a tensor, got Linear"),
+        ({"bias": [0.0] * 5}, "bias: need a tensor, got list"),
         ({"softcap": 0.0}, "softcap: 0.0 must be > 0"),
         ({"chunk": 0}, "chunk: 0 must be at least 1"),
         ({"vocab_size": 9}, "vocab_size: 9 is not in"),

@@ -257,6 +257,7 @@ def test_kept_set_against_brute_force() -> None:
 
 def test_kept_set_slices() -> None:
     lists = [[3, 1], [], [0, 4, 2], [5]]
+    assert KeptSet.from_lists([torch.tensor([3, 3, 1])]).ids.tolist() == [1, 3]  # type: ignore[list-item]
     kept = KeptSet.from_lists(lists)
     assert len(kept) == 4 and kept.offsets.dtype == torch.int64 and kept.ids.dtype == torch.int32
 
@@ -313,6 +314,13 @@ def test_kept_set_refusals() -> None:
         ({"ids": torch.zeros(2, dtype=torch.int64, device="meta")}, "token_ids: on meta, but logits are on cpu"),
         ({"logits": torch.zeros(2, 5, dtype=torch.float64), "backend": "triton"}, "backend: 'triton' cannot run here"),
         ({"backend": "cuda"}, "backend: 'cuda' is not one of"),
+        ({"logits": [[0.0]]}, "logits: need a tensor, got list"),
+        ({"ids": None}, "token_ids: need a tensor, got NoneType"),
+        ({"kept": [[1], [2]]}, "kept: need a KeptSet, got list"),
+        (
+            {"kept": KeptSet(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(0, dtype=torch.int32))},
+            "kept: need offsets",
+        ),
     ],
 )
 def test_refusals(change: dict[str, Any], message: str) -> None:

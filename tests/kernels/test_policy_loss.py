@@ -301,6 +301,8 @@ def test_inplace_gives_the_same_and_overwrites() -> None:
 def test_inplace_refusals() -> None:
     base, ids, inputs, kw = problem()
     leaf = base.clone().requires_grad_()
+    with pytest.raises(ValueError, match="inplace: float16 logits cannot hold their own gradient"):
+        policy_loss((leaf * 2.0).half(), ids, inputs, Objective(), inplace=True, vocab_size=58)
     with pytest.raises(ValueError, match="inplace: rows of the logits share memory"):
         policy_loss((leaf[:1] * 2.0).expand(9, 61), ids, inputs, Objective(), inplace=True, **kw)
     for logits in (leaf, leaf.view(9, 61), leaf[:]):
@@ -334,6 +336,14 @@ def test_inplace_on_slices_of_one_buffer() -> None:
     ]
     torch.testing.assert_close(parts[0].loss + parts[1].loss, whole.loss)
     assert torch.equal(logits.detach() * 2.0, expected)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # the second call touched the buffer
+        (parts[0].loss + parts[1].loss).backward()
+    again = leaf * 2.0
+    grad = torch.zeros_like(leaf)
+    for a, b in ((0, 4), (4, 9)):  # each backward pass before the next call
+        part = policy_loss(again[a:b], ids[a:b], inputs.rows(a, b), Objective(), inplace=True, **kw)
+        grad += torch.autograd.grad(part.loss, leaf, retain_graph=True)[0]
+    assert torch.equal(grad, expected)
 
 
 def test_inplace_is_noticed_by_whoever_kept_the_values() -> None:
@@ -379,11 +389,19 @@ def test_policy_inputs_rows_and_select() -> None:
         ("importance", torch.ones(2, requires_grad=True), "importance: requires grad"),
         ("sequence_ids", torch.zeros(2), "sequence_ids: torch.float32 is refused; pass int64"),
         ("weights", torch.zeros(2, device="meta"), "weights: on meta, but advantages are on cpu"),
+        ("weights", None, "weights: need a tensor, got NoneType"),
+        ("old_logprobs", [0.0, 0.0], "old_logprobs: need a tensor, got list"),
+        ("advantages", torch.zeros(1, 2), "advantages: need one value per token"),
         ("ref_logprobs", torch.ones(2, requires_grad=True), "ref_logprobs: requires grad"),
     ],
 )
-def test_policy_inputs_refusals(field: str, value: Tensor, message: str) -> None:
-    arguments = {"old_logprobs": torch.zeros(2), "advantages": torch.zeros(2), "weights": torch.zeros(2), field: value}
+def test_policy_inputs_refusals(field: str, value: Any, message: str) -> None:
+    arguments: dict[str, Any] = {
+        "old_logprobs": torch.zeros(2),
+        "advantages": torch.zeros(2),
+        "weights": torch.zeros(2),
+        field: value,
+    }
     with pytest.raises(ValueError, match=message):
         PolicyInputs(**arguments)
 

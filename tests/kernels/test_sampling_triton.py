@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers_kernels import LOGIT_CASES, VOCABS, make_logits
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from rhotrain.kernels import philox
 from rhotrain.kernels.backend import INTERPRETED, Launch, jit, tl
@@ -15,7 +16,7 @@ from rhotrain.kernels.philox import philox_uniform
 from rhotrain.kernels.rows import KeptSet
 from rhotrain.kernels.sampling import Sample, sample_tokens
 from rhotrain.kernels.sampling_kernels import draw_rows
-from rhotrain.kernels.sampling_params import RowParams, checked, row_param
+from rhotrain.kernels.sampling_params import RowParams, check_logits, checked, may_draw_mask, row_param, set_tensors
 from rhotrain.kernels.sampling_row import first_above
 
 pytestmark = pytest.mark.usefixtures("device")  # skips what cannot run here; unwritten memory holds NaN
@@ -435,12 +436,23 @@ def test_the_launcher_asks_the_device_for_nothing(monkeypatch: pytest.MonkeyPatc
         ("min_p", 0.1, torch.float32),
         *((name, 3, torch.int64) for name in ("seeds", "samples", "positions")),
     ]
-    params = RowParams(*(row_param(name, value, 3, dtype, meta) for name, value, dtype in numbers))
     logits = torch.empty(3, 100, device=meta)
-    for may_draw in (None, torch.empty(3, 100, dtype=torch.bool, device=meta)):
-        drawn = draw_rows(logits, may_draw, checked(params, 100), truncates=True)
-        assert drawn.values.shape == (7, 3)
-    assert launched == [(3,)] * 4
+    check_logits(logits, 90)
+    sets = KeptSet(torch.empty(4, dtype=torch.int64, device=meta), torch.empty(9, dtype=torch.int32, device=meta))
+    assert set_tensors("allowed", sets, 3, meta) == [sets.offsets, sets.ids]
+    for may_draw in (None, may_draw_mask(100, sets, sets)):
+        for shape in (None, (), (3,)):
+            params = RowParams(
+                *(
+                    row_param(
+                        name, value if shape is None else torch.empty(shape, device=meta).to(dtype), 3, dtype, meta
+                    )
+                    for name, value, dtype in numbers
+                )
+            )
+            drawn = draw_rows(logits, may_draw, checked(params, 100), truncates=True)
+            assert drawn.values.shape == (7, 3)
+    assert launched == [(3,)] * 12
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
@@ -460,3 +472,37 @@ def test_one_graph_under_torch_compile(compiler: str, backend: Any) -> None:
     compiled: Callable[..., Any] = torch.compile(draw, fullgraph=True, backend=compiler)
     for ours, expected in zip(compiled(logits, top_p), draw(logits, top_p), strict=True):
         assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_numbers_may_change_under_torch_compile(backend: Any) -> None:
+    """From the second call on they are symbols: the checks must trace then, too, and not compile once per number."""
+    counter = CompileCounter()
+
+    def draw(x: Tensor, seeds: Tensor, numbers: tuple[Any, ...]) -> Tensor:
+        temperature, top_k, top_p, min_p, position, vocab_size = numbers
+        return sample_tokens(
+            x,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seeds=seeds,
+            positions=position,
+            vocab_size=vocab_size,
+            backend=backend,
+        ).token_ids
+
+    torch._dynamo.reset()
+    compiled: Callable[..., Any] = torch.compile(draw, fullgraph=True, backend=counter)
+    logits = mixed_logits(4, 17).float().to(DEVICE)
+    cases: list[tuple[Any, ...]] = [
+        (0.7, 9, 0.9, 0.1, 3, 17),
+        (0.8, 8, 0.8, 0.2, -5, 16),
+        (1.3, 7, 0.7, 0.3, 2**40, 15),
+        (1.4, 6, 0.6, 0.4, 7, 14),
+    ]
+    for rows, numbers in zip((2, 3, 4, 3), cases, strict=True):
+        at = logits[:rows], torch.arange(rows, device=DEVICE), numbers
+        assert torch.equal(compiled(*at), draw(*at))
+    assert counter.frame_count == 2

@@ -38,6 +38,12 @@ def test_exactly_the_cells_of_the_table_exist() -> None:
         ({"ratio_min": math.inf, "ratio_max": math.inf}, "ratio_min, ratio_max: .*finite ratio_min"),
         ({"ratio_min": -math.inf}, "ratio_min, ratio_max"),
         ({"ratio_min": 1.3}, "ratio_min, ratio_max: need 0 <= ratio_min <= ratio_max"),
+        (
+            {"ratio_min": 0.2, "ratio_max": 0.2},
+            "ratio_min, ratio_max: 0.2 and 0.2 leave out 1: .*A > 0 .*not distances",
+        ),
+        ({"ratio_min": 1.1}, "ratio_min, ratio_max: 1.1 and 1.2 leave out 1: .*A < 0 .*values of the ratio"),
+        ({"ratio_max": 0.9, "ratio_level": "sequence"}, "ratio_min, ratio_max: 0.8 and 0.9 leave out 1"),
         ({"dual_clip": 1.0, "ratio_max": 1.0}, "dual_clip: need a finite value > 1"),
         ({"dual_clip": 1.1}, r"dual_clip: .*>= ratio_max \(1.2\), got 1.1"),
         ({"dual_clip": math.inf}, "dual_clip: .*got inf; None does not cap"),
@@ -56,6 +62,16 @@ def test_exactly_the_cells_of_the_table_exist() -> None:
 def test_refusals_name_the_field(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="^Objective." + message):
         Objective(**values)
+
+
+def test_only_grpo_must_hold_1_between_its_bounds() -> None:
+    """At a bound of exactly 1 the gradient passes; cispo clamps weights, and the others read no bounds."""
+    for low, high in ((1.0, 1.2), (0.8, 1.0), (1.0, 1.0)):
+        objective = Objective(ratio_min=low, ratio_max=high)
+        assert (objective.ratio_min, objective.ratio_max) == (low, high)
+    for kind in KINDS[1:]:
+        assert Objective(kind=kind, ratio_min=0.2, ratio_max=0.2).ratio_max == 0.2
+        assert Objective(kind=kind, ratio_min=1.1, ratio_max=1.2).ratio_min == 1.1
 
 
 def test_what_the_gradient_depends_on() -> None:
