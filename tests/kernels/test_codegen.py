@@ -80,8 +80,8 @@ def test_the_loss_sums_in_the_order_of_the_forward_pass(results: dict[str, Any])
     layouts: dict[tuple[int, str], dict[str, set[str]]] = {}
     for it in results["compiled"]:
         if it["kernel"] in ("forward_kernel", "policy_loss_kernel") and it["aligned"] and "KEPT" not in it["variant"]:
-            place = layouts.setdefault((it["arch"], it["variant"].split()[0]), {})
-            place.setdefault(it["kernel"], set()).update(it["layouts"])
+            by_kernel = layouts.setdefault((it["arch"], it["variant"].split()[0]), {})
+            by_kernel.setdefault(it["kernel"], set()).update(it["layouts"])
     both = {place: found for place, found in layouts.items() if len(found) == 2}
     assert {dtype for _, dtype in both} >= {"bf16", "fp32"} and {arch for arch, _ in both} == ARCHS
     for place, found in both.items():
