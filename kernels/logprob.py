@@ -54,9 +54,9 @@ from rhotrain.kernels.rows import (
 from rhotrain.kernels.spec import IGNORE_INDEX
 
 FORWARD = Launch(block=4096, num_warps=4, num_stages=2)
-"""56 registers a thread (sm_90): nine programs share a multiprocessor. Twice the threads would double the cost of the
-three reductions per block, which is what bounds a bf16 row with entropy. `policy_rows.FUSED` has the same block and
-threads: one row, the same bits from either."""
+"""56 registers a thread (sm_90, Triton 3.9): nine programs share a multiprocessor; 96, so five, in 3.6. Twice the
+threads would double the cost of the three reductions per block, which bound a bf16 row with entropy. The fused loss
+(`policy_rows.FUSED`) has the same block and threads: one row, the same bits from either."""
 BACKWARD = Launch(block=1024, num_warps=4)
 KEPT = Launch(block=1024, num_warps=4, num_stages=1)
 """Both, over kept sets: these are short, and pipelined gathers of 4096 ids would take 255 registers."""
