@@ -43,7 +43,7 @@ class KeptSet:
     def rows(self, start: int, stop: int) -> "KeptSet":
         """Rows start..stop, ids shared with this one."""
         offsets = self.offsets[start : stop + 1]
-        first, last = int(offsets[0]), int(offsets[-1])
+        first, last = torch.stack((offsets[0], offsets[-1])).tolist()  # one wait for a GPU
         return KeptSet(offsets - first, self.ids[first:last])
 
     def select(self, index_M: Tensor) -> "KeptSet":

@@ -1,8 +1,10 @@
 """What only a GPU can show about the kernels: no waiting, one binary, large offsets, asserts, memory."""
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +21,15 @@ from rhotrain.kernels.spec import Objective
 pytestmark = pytest.mark.cuda
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def no_waiting() -> Iterator[None]:
     """Inside, anything that waits for the device raises."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def problem(rows: int, vocab: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, PolicyInputs]:
@@ -43,22 +47,25 @@ def test_auto_is_triton() -> None:
     assert resolve_backend("auto", x.double()) == "reference"
 
 
-def test_nothing_waits_for_the_device(no_waiting: None) -> None:
-    torch.cuda.set_sync_debug_mode("default")
+def test_nothing_waits_for_the_device() -> None:
     logits, ids, inputs = problem(64, 1000)
     temperature = torch.full((64,), 0.7, device="cuda")
     leaf = logits.requires_grad_()
     upstream = torch.ones(64, device="cuda")
     seeds = torch.arange(64, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    for t in (0.7, temperature):
-        out = token_logprobs(leaf, ids, temperature=t, entropy=True)
-        torch.autograd.grad(out.logprobs, leaf, upstream)
-        torch.autograd.grad(policy_loss(leaf, ids, inputs, Objective(kl="none"), temperature=t).loss, leaf)
-        sample_tokens(
-            logits.detach(), temperature=t, top_k=50, top_p=0.9, min_p=0.01, seeds=seeds, samples=seeds, positions=seeds
-        )
+    results: list[Tensor] = []
+    with no_waiting():
+        for t in (0.7, temperature):
+            out = token_logprobs(leaf, ids, temperature=t, entropy=True)
+            results += torch.autograd.grad(out.logprobs, leaf, upstream)
+            loss = policy_loss(leaf, ids, inputs, Objective(kl="none"), temperature=t).loss
+            results += torch.autograd.grad(loss, leaf)
+            cut: dict[str, Any] = {"temperature": t, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
+            counters: dict[str, Any] = {"seeds": seeds, "samples": seeds, "positions": seeds}
+            results.append(sample_tokens(logits.detach(), **cut, **counters).logprobs)
+        with pytest.raises(RuntimeError, match="synchroniz"):  # the mode does see a wait
+            upstream.sum().item()
+    assert all(bool(x.isfinite().all()) for x in results)
 
 
 def test_one_binary_for_every_batch_temperature_and_bound() -> None:
