@@ -5,15 +5,18 @@ What needs the model or the task to be judged (prompt + completion against the m
 is checked in `checks.py` and `setup.py`, before anything expensive starts.
 """
 
+import math
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rhotrain.kernels.spec import KLKind, Objective, ObjectiveKind
+from rhotrain.kernels.spec import KLKind, Objective, ObjectiveKind, RatioLevel
 from rhotrain.rollout.completion import SamplingParams
 
 Aggregation = Literal["token", "sequence", "constant"]
 AdvantageScale = Literal["group", "batch", "none"]
+Anchor = Literal["auto", "sampler", "trainer", "fresh"]
+Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"]
 
 
 class ConfigError(ValueError):
@@ -45,8 +48,13 @@ class ModelConfig:
     """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:1`."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more compute."""
+    dropout: float = 0.0
+    """Dropout probability of the current policy's forward pass, at every place where the model has one. It spreads the
+    ratio although no policy moved; `rhotrain audit --dropout P` shows by how much. Whatever the model's configuration
+    asks for, 0 is the default."""
 
     def __post_init__(self) -> None:
+        need(0.0 <= self.dropout < 1.0, "dropout", self.dropout, "need a probability: 0 <= dropout < 1")
         need(bool(self.model), "model", self.model, "name a folder, a hub id, a .gguf file or a preset")
         known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
         need(known, "device", self.device, "need auto, cpu, cuda or cuda:N")
@@ -126,6 +134,9 @@ class RolloutConfig:
     truncation: Literal["replay", "ignore"] = "replay"
     """With top-k, top-p, min-p or min_new_tokens: `replay` scores over the recorded kept set, the distribution that was
     sampled; `ignore` scores the full softmax, which is biased."""
+    max_staleness: int = 0
+    """Draw rollouts ahead, up to so many optimiser steps' worth, in one call of the engine. A rollout's staleness is the
+    policy version at its first update minus the one that sampled it; at 0 the newest weights draw every rollout."""
     stop_token_ids: tuple[int, ...] = ()
     """Stop ids in addition to the model's own."""
     stop_strings: tuple[str, ...] = ()
@@ -143,6 +154,7 @@ class RolloutConfig:
         for name in ("prompts_per_step", "page_size", "max_batch_tokens", "max_running"):
             need(getattr(self, name) >= 1, name, getattr(self, name), "need at least 1")
         need(self.group_size >= 1, "group_size", self.group_size, "need at least 1")
+        need(self.max_staleness >= 0, "max_staleness", self.max_staleness, "need a count of optimiser steps >= 0")
         need(
             self.temperature > 0.0,
             "temperature",
@@ -185,6 +197,8 @@ class AlgoConfig:
     """cispo: absolute lower bound of the ratio."""
     ratio_max: float = 5.0
     """cispo: absolute upper bound of the ratio."""
+    ratio_level: RatioLevel = "token"
+    """`token`, or `sequence` (GSPO): one ratio per completion, exp of the mean log-ratio over its tokens."""
     kl: KLKind = "k3"
     """KL estimator in the loss when beta > 0: k2, k3, k3_k2grad (k3's value with k2's gradient), or k3_unbiased (k3
     times the ratio)."""
@@ -208,10 +222,18 @@ class AlgoConfig:
     with the same gradient; `keep` runs them; `filter` also takes them out of the denominator (DAPO)."""
     mask_truncated: bool = False
     """Completions that hit max_new_tokens carry no loss and leave numerator and denominator together (DAPO)."""
-    old_logprobs: Literal["auto", "sampler", "trainer", "fresh"] = "auto"
-    """Denominator of the ratio: the engine's own numbers, recomputed by the trainer before the first update, or the
-    current forward detached (one update per rollout only). auto: sampler in float32; otherwise fresh for one update,
-    trainer for several."""
+    old_logprobs: Anchor = "auto"
+    """Denominator of the ratio: `sampler` the engine's own numbers, `trainer` recomputed before the first update,
+    `fresh` the current forward detached (one update per rollout only). auto: sampler in float32 without a correction;
+    otherwise fresh for one update, trainer for several."""
+    correction: Correction = "none"
+    """Off-policy correction of the policy term by w = exp(frozen trainer logprob - sampling logprob), a constant: per
+    token or multiplied over the completion, `truncate` (TIS) or `mask` (zero outside the bounds: MIS, IcePop);
+    `geometric_mask` drops completions whose geometric-mean w lies outside. With fresh or trainer anchors only."""
+    correction_min: float = 0.0
+    """Lower bound of w."""
+    correction_max: float = 2.0
+    """Upper bound of w; 0 leaves that side open."""
     num_iterations: int = 1
     """Passes over each rollout."""
     minibatches_per_rollout: int = 1
@@ -245,6 +267,49 @@ class AlgoConfig:
             "`fresh` is the current policy itself, so it fits one update per rollout only; "
             "use trainer or sampler with num_iterations or minibatches_per_rollout above 1",
         )
+        self._check_correction()
+
+    def _check_correction(self) -> None:
+        need(
+            not (self.correction != "none" and self.old_logprobs == "sampler"),
+            "correction",
+            self.correction,
+            "with old_logprobs = sampler the ratio contains w already, and it would count twice; "
+            "use old_logprobs fresh (one update per rollout) or trainer, or correction none",
+        )
+        need(self.correction_min >= 0, "correction_min", self.correction_min, "w is never negative; need a value >= 0")
+        need(self.correction_max >= 0, "correction_max", self.correction_max, "need a value >= 0 (0 leaves it open)")
+        low, high = self.correction_bounds
+        need(low < high, "correction_max", self.correction_max, f"need more than correction_min ({low:g})")
+        need(
+            low <= 1.0 <= high,
+            "correction_min" if low > 1.0 else "correction_max",
+            low if low > 1.0 else self.correction_max,
+            "the bounds leave out w = 1, so every on-policy token would be cut; they are values of w itself",
+        )
+
+    @property
+    def correction_bounds(self) -> tuple[float, float]:
+        """Bounds of w; the upper one may be inf."""
+        return self.correction_min, self.correction_max or math.inf
+
+    def anchor(self, *, exact: bool) -> Anchor:
+        """What `auto` stands for. exact: the compute dtype is float32 or wider; sampler noise in bf16 trips the clip.
+
+        Raises ConfigError for a sequence-level ratio over sampler anchors in half precision.
+        """
+        anchor: Anchor = self.old_logprobs
+        if anchor == "auto":
+            one: Anchor = "fresh" if self.updates_per_rollout == 1 else "trainer"
+            anchor = "sampler" if exact and self.correction == "none" else one
+        need(
+            not (anchor == "sampler" and self.ratio_level == "sequence" and not exact),
+            "old_logprobs",
+            anchor,
+            "the noise of a half-precision sampler exceeds the narrow bounds of a sequence-level ratio on nearly every "
+            "completion before the policy has moved; use trainer, or fresh with one update per rollout",
+        )
+        return anchor
 
     @property
     def updates_per_rollout(self) -> int:
@@ -258,6 +323,7 @@ class AlgoConfig:
             low, high = self.ratio_min, self.ratio_max
         return Objective(
             kind=self.objective,
+            ratio_level=self.ratio_level,
             ratio_min=low,
             ratio_max=high,
             kl=self.kl if self.beta > 0 else "none",
@@ -356,6 +422,9 @@ class RunConfig:
     """CPU threads; 0 takes all cores."""
     log_completions: int = 0
     """Sampled completions printed with every step."""
+    strict_ratio: bool = False
+    """Stop, instead of warning once, when sampler and trainer differ by more than the numerics budget at a rollout's
+    first update."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "save_every", "threads", "log_completions"):
@@ -403,6 +472,9 @@ class Config:
             self.optim.warmup_steps,
             f"longer than the run: steps x num_iterations x minibatches_per_rollout = {self.total_updates}",
         )
+        self._check_staleness()
+        if self.model.dtype == "bfloat16":  # with `auto` the learner asks, when the device has settled it
+            self.algo.anchor(exact=False)
         longest = self.task.max_prompt_tokens + self.rollout.max_new_tokens
         need(
             self.optim.token_budget >= longest,
@@ -411,6 +483,28 @@ class Config:
             f"one prompt and its completion may take max_prompt_tokens + max_new_tokens = {longest} tokens; "
             "raise token_budget or lower those",
         )
+
+    def _check_staleness(self) -> None:
+        allowed, updates = self.rollout.max_staleness, self.algo.updates_per_rollout
+        need(
+            allowed == 0 or allowed >= updates,
+            "max_staleness",
+            allowed,
+            f"one rollout ahead is {updates} optimiser steps (num_iterations x minibatches_per_rollout) old when its "
+            f"turn comes; need 0 or at least {updates}",
+        )
+        need(
+            not (allowed and self.algo.old_logprobs == "fresh" and self.algo.correction == "none"),
+            "old_logprobs",
+            self.algo.old_logprobs,
+            "with max_staleness the samples are of an older policy, and a ratio of 1 hides that; set a correction, for "
+            "example sequence_mask, or use old_logprobs sampler, whose ratio contains it",
+        )
+
+    @property
+    def rollouts_ahead(self) -> int:
+        """Rollouts that are drawn before their turn, together with the one whose turn it is."""
+        return self.rollout.max_staleness // self.algo.updates_per_rollout
 
     @property
     def total_updates(self) -> int:

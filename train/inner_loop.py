@@ -34,10 +34,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.objective: Objective = self.algo.spec()
-        self.anchor = self.algo.old_logprobs
-        if self.anchor == "auto":
-            exact = self.loaded.dtype in (torch.float32, torch.float64)
-            self.anchor = "sampler" if exact else ("fresh" if self.algo.updates_per_rollout == 1 else "trainer")
+        self.anchor = self.algo.anchor(exact=self.loaded.dtype in (torch.float32, torch.float64))
 
     @property
     def other_loss_terms(self) -> bool:
