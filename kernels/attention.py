@@ -9,10 +9,13 @@ Grouped heads: query head h uses key head h // (H / Hk). cap(x) = softcap * tanh
 per head that takes part in the softmax and carries no value (gpt-oss).
 
 Shapes: q [T,H,D], k [S,Hk,D], v [S,Hk,E], out [T,H,E]; T and S are sums over segments.
+Dropout acts on the softmax weights, as in transformers: each is 0 with probability p, else divided by 1 - p, one mask
+per query, head and key, drawn from torch's global generator. The expectation of out is out without dropout.
 Numerics: SDPA and flash-attention accumulate in float32; softcap and sinks run here in float32; float64 stays float64.
-Backends on CUDA, first that fits: flash-attn (fp16 and bf16, softcap), PyTorch's own varlen attention (no softcap), and
-a loop of SDPA over segments, which is the path of a CPU and the reference. For 32 segments of 20-80 tokens, forward and
-backward on a CPU, the loop takes 0.6 of the time of one padded call and is level with the best bucketed one.
+Backends on CUDA, first that fits: flash-attn (fp16 and bf16, softcap or dropout), PyTorch's own varlen attention
+(neither), and a loop of SDPA over segments, which is the path of a CPU and the reference. For 32 segments of 20-80
+tokens, forward and backward on a CPU, the loop takes 0.6 of the time of one padded call and is level with the best
+bucketed one.
 Sources: Dao, arXiv 2307.08691 (flash-attention 2); Gemma 2, arXiv 2408.00118 (softcap); gpt-oss (sinks).
 """
 
@@ -61,8 +64,13 @@ def attention_backend(
     *,
     key_dim: int = 64,
     value_dim: int | None = None,
+    dropout: float = 0.0,
 ) -> AttentionBackend:
-    """The implementation that `varlen_attention` uses for such tensors; `key_dim`, `value_dim` are D and E."""
+    """The implementation that `varlen_attention` uses for such tensors; `key_dim`, `value_dim` are D and E.
+
+    With dropout, flash-attn where there is no softcap (its kernel refuses the two together), else SDPA: PyTorch's
+    varlen attention has no dropout.
+    """
     device = torch.device(device)
     has_sinks = isinstance(sinks, Tensor) or bool(sinks)
     fits = (
@@ -75,9 +83,9 @@ def attention_backend(
     )
     if not fits or torch.cuda.get_device_capability(device) < (8, 0):
         return "sdpa"
-    if flash_attn_function() is not None:
+    if flash_attn_function() is not None and (softcap is None or not dropout):
         return "flash_attn"
-    if torch_varlen_function() is not None and softcap is None:
+    if torch_varlen_function() is not None and softcap is None and not dropout:
         return "torch_varlen"
     return "sdpa"
 
@@ -100,6 +108,7 @@ def dense_attention(
     is_causal: bool = False,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Attention over a dense batch: G key heads serve H query heads; returns [B,H,M,E].
 
@@ -113,6 +122,7 @@ def dense_attention(
             k_BGND,
             v_BGNE,
             attn_mask=mask,
+            dropout_p=dropout,
             is_causal=is_causal,
             scale=scale,
             enable_gqa=q_BHMD.shape[1] != k_BGND.shape[1],
@@ -128,7 +138,7 @@ def dense_attention(
     if sinks is not None:
         sink = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, m, 1)
         scores = torch.cat((scores, sink), dim=3)
-    weights = scores.softmax(3)[..., :n].reshape(batch, groups, heads // groups * m, n)
+    weights = F.dropout(scores.softmax(3)[..., :n], dropout).reshape(batch, groups, heads // groups * m, n)
     return (weights @ promote(v_BGNE)).view(batch, heads, m, -1).to(q_BHMD.dtype)
 
 
@@ -143,9 +153,11 @@ def _sdpa_loop(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    dropout: float,
 ) -> Tensor:
     """One attention call per segment. `split` instead of slices: the backward of n slices fills n buffers of size T."""
     explicit = softcap is not None or sinks is not None
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}
     segments = zip(
         q_THD.transpose(0, 1)[None].split(lens_q, 2),
         k_SKD.transpose(0, 1)[None].split(lens_k, 2),
@@ -159,7 +171,7 @@ def _sdpa_loop(
         if not is_causal and (m, n) not in masks:
             masks[m, n] = causal_mask(m, n, window, q.device)
         mask = None if is_causal else masks[m, n]
-        out.append(dense_attention(q, k, v, mask, scale=scale, is_causal=is_causal, softcap=softcap, sinks=sinks))
+        out.append(dense_attention(q, k, v, mask, is_causal=is_causal, **options))
     return torch.cat(out, 2)[0].transpose(0, 1)
 
 
@@ -174,6 +186,7 @@ def _flash_attn(
     scale: float,
     window: int | None,
     softcap: float | None,
+    dropout: float,
 ) -> Tensor:
     function = flash_attn_function()
     assert function is not None
@@ -185,6 +198,7 @@ def _flash_attn(
         cu_k,
         max_q,
         max_k,
+        dropout_p=dropout,
         softmax_scale=scale,
         causal=True,
         window_size=(-1, -1) if window is None else (window - 1, 0),
@@ -234,6 +248,7 @@ def varlen_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dropout: float = 0.0,
     lens_q: tuple[int, ...] | None = None,
     lens_k: tuple[int, ...] | None = None,
     backend: Backend = "auto",
@@ -242,16 +257,20 @@ def varlen_attention(
 
     cu_q, cu_k: int32 [n+1], cumulative lengths from 0 to T and to S. max_q, max_k: largest lengths.
     scale: factor of the scores. window: keys a query sees at most, its own included. softcap, sinks [H]: see above.
+    dropout: probability that a weight is dropped; other masks at every call, the same after the same torch.manual_seed.
     lens_q, lens_k: the lengths as Python numbers, so that the SDPA path need not read cu_q and cu_k back.
     backend: "reference" takes the SDPA loop everywhere; "auto" what `attention_backend` names.
 
-    ValueError: more queries than keys in a segment, or (SDPA path) lengths that do not add up to T and S.
+    ValueError: a dropout outside of [0, 1), more queries than keys in a segment, or (SDPA path) lengths that do not add
+    up to T and S.
     """
     resolve_backend(backend, q_THD)
-    key_dim, value_dim = q_THD.shape[2], v_SKE.shape[2]
-    choice = attention_backend(q_THD.device, q_THD.dtype, softcap, sinks, key_dim=key_dim, value_dim=value_dim)
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout: {dropout} is no probability of dropping a weight; need 0 <= dropout < 1")
+    dims = {"key_dim": q_THD.shape[2], "value_dim": v_SKE.shape[2]}
+    choice = attention_backend(q_THD.device, q_THD.dtype, softcap, sinks, dropout=dropout, **dims)
     if choice == "flash_attn" and backend == "auto":
-        return _flash_attn(q_THD, k_SKD, v_SKE, cu_q, cu_k, max_q, max_k, scale, window, softcap)
+        return _flash_attn(q_THD, k_SKD, v_SKE, cu_q, cu_k, max_q, max_k, scale, window, softcap, dropout)
     if choice == "torch_varlen" and backend == "auto":
         return _torch_varlen(q_THD, k_SKD, v_SKE, cu_q, cu_k, max_q, max_k, scale, window)
     m, n = _lengths(cu_q, lens_q), _lengths(cu_k, lens_k)
@@ -263,4 +282,6 @@ def varlen_attention(
         raise ValueError(
             "cu_q, cu_k: a segment has more queries than keys; causal alignment needs a key for every query"
         )
-    return _sdpa_loop(q_THD, k_SKD, v_SKE, m, n, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    return _sdpa_loop(
+        q_THD, k_SKD, v_SKE, m, n, scale=scale, window=window, softcap=softcap, sinks=sinks, dropout=dropout
+    )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from rhotrain.kernels.attention import varlen_attention
+from rhotrain.kernels.attention import AttentionBackend, attention_backend, varlen_attention
 from rhotrain.kernels.paged_attention import paged_attention, write_kv
 
 ATTENTION_NAME = "rhotrain"
@@ -132,7 +132,8 @@ class PagedContext:
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """What one layer asked of the attention function; the load-time probe and the KV pool read it."""
+    """What one layer asked of the attention function; the load-time probe and the KV pool read it. `backend` is the
+    implementation that packed attention takes for it."""
 
     layer: int | None
     kv_heads: int
@@ -140,14 +141,16 @@ class LayerCall:
     value_dim: int
     window: int | None
     unknown: tuple[str, ...]
+    backend: AttentionBackend
 
 
 @dataclass(eq=False)
 class AttentionState:
     """Shared by all modules of one model. `calls` counts calls of the attention function; `record`, when a
-    list, gets one LayerCall per call."""
+    list, gets one LayerCall per call. `dropout` is above 0 while `LoadedModel.with_dropout` is open."""
 
     context: PackedContext | PagedContext | None = None
+    dropout: float = 0.0
     calls: int = 0
     record: list[LayerCall] | None = field(default=None, repr=False)
 
@@ -169,13 +172,22 @@ def attach_state(model: nn.Module) -> AttentionState:
     return state
 
 
-def _check_call(module: nn.Module, attention_mask: Any, dropout: float, causal: bool, tokens: int) -> None:
+def _check_call(
+    module: nn.Module, state: AttentionState, attention_mask: Any, dropout: float, causal: bool, tokens: int
+) -> None:
     """Refuse what packed causal attention cannot honour. Raises ValueError that names the layer's class."""
     name = type(module).__name__
     if attention_mask is not None:
         raise ValueError(f"{name}: an attention mask was passed; packed tokens need none (leave out attention_mask)")
-    if dropout:
-        raise ValueError(f"{name}: attention dropout {dropout} would reach the ratio; load with adopt_model")
+    if dropout and not state.dropout:
+        raise ValueError(
+            f"{name}: attention dropout {dropout} would reach the ratio; load with adopt_model, and ask for dropout "
+            "with `loaded.with_dropout()`"
+        )
+    if state.dropout and isinstance(state.context, PagedContext):
+        raise ValueError(
+            f"{name}: dropout {state.dropout} in a rollout; the policy that samples has none, close with_dropout first"
+        )
     if not causal and tokens > 1:
         raise ValueError(f"{name}: asks for bidirectional attention; only causal decoders can be trained")
 
@@ -198,7 +210,8 @@ def rhotrain_attention(
     """query [1, H, T, D], key [1, Hk, T, D], value [1, Hk, T, E], q and k already rotated -> ([1, T, H, E],
     None).
 
-    Raises RuntimeError without a context, ValueError for a mask, dropout, or a call that is not causal.
+    Raises RuntimeError without a context, ValueError for a mask, a call that is not causal, dropout outside of
+    `LoadedModel.with_dropout`, and a PagedContext inside of it.
     """
     state: AttentionState | None = getattr(module, "rhotrain_attention", None)
     if state is None or state.context is None:
@@ -208,19 +221,22 @@ def rhotrain_attention(
         )
     state.calls += 1
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    _check_call(module, attention_mask, dropout, causal, query.shape[2])
+    _check_call(module, state, attention_mask, dropout, causal, query.shape[2])
     layer = getattr(module, "layer_idx", None)
     if state.record is not None:
         unknown = tuple(sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS_ARGUMENTS))
-        shape = (key.shape[1], key.shape[3], value.shape[3])
-        state.record.append(LayerCall(layer, *shape, sliding_window, unknown))
+        key_dim, value_dim = key.shape[3], value.shape[3]
+        backend = attention_backend(
+            query.device, query.dtype, softcap, s_aux, key_dim=key_dim, value_dim=value_dim, dropout=dropout
+        )
+        state.record.append(LayerCall(layer, key.shape[1], key_dim, value_dim, sliding_window, unknown, backend))
     q_THD, k_THD, v_THE = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     options = {"scale": scale, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
     if isinstance(state.context, PagedContext):
         out_THE = _paged(state.context, layer, q_THD, k_THD, v_THE, options)
     else:
-        out_THE = _packed(state.context, q_THD, k_THD, v_THE, options)
+        out_THE = _packed(state.context, q_THD, k_THD, v_THE, {**options, "dropout": float(dropout)})
     return out_THE[None], None
 
 

@@ -12,7 +12,7 @@ from rhotrain.model.attention import ATTENTION_NAME, attach_state
 from rhotrain.model.dropout import zero_dropout
 from rhotrain.model.folders import write_folder
 from rhotrain.model.head import head_of
-from rhotrain.model.loaded import LoadedModel, LoadError, quiet_transformers
+from rhotrain.model.loaded import LoadedModel, LoadError, check_dropout, quiet_transformers
 from rhotrain.model.probe import probe as run_probe
 from rhotrain.model.probe import refuse_by_config
 from rhotrain.model.vocabulary import generation_notes, real_vocabulary, stop_ids
@@ -28,14 +28,17 @@ def load_model(
     tokenizer: str | None = None,
     gradient_checkpointing: bool = False,
     need_chat_template: bool = False,
+    dropout: float = 0.0,
     probe: bool = True,
 ) -> LoadedModel:
     """Load `spec`: a Hugging Face folder, a hub id, a .gguf file, or a preset (`tiny-sums`, `smollm2`).
 
     device `auto`: CUDA where there is one. dtype `auto`: bfloat16 on CUDA, float32 on a CPU.
     tokenizer: folder or hub id of another tokenizer. need_chat_template: refuse a tokenizer without one.
+    dropout: what `LoadedModel.with_dropout` puts in; outside of it every probability is 0, asked for or not.
     Raises LoadError; its message names the model and the reason or the fix.
     """
+    check_dropout(spec, dropout)
     place = sources.resolve_device(device)
     kind = sources.resolve_dtype(dtype, place)
     with quiet_transformers():
@@ -50,6 +53,7 @@ def load_model(
         spec=spec,
         gradient_checkpointing=gradient_checkpointing,
         need_chat_template=need_chat_template,
+        dropout=dropout,
         probe=probe,
         notes=notes,
     )
@@ -62,23 +66,25 @@ def adopt_model(
     spec: str = "model in memory",
     gradient_checkpointing: bool = False,
     need_chat_template: bool = False,
+    dropout: float = 0.0,
     probe: bool = True,
     notes: tuple[str, ...] = (),
 ) -> LoadedModel:
     """Turn a Hugging Face causal LM in memory into a LoadedModel, changing it in place: our attention, train
-    mode, no dropout, neutral generation settings. Raises LoadError for what cannot be trained or sampled
-    honestly."""
+    mode, no dropout, neutral generation settings. `dropout` as in `load_model`: a model without a place for it is
+    refused. Raises LoadError for what cannot be trained or sampled honestly."""
     hf: Any = model
+    check_dropout(spec, dropout)
     refuse_by_config(hf.config, spec)
     if tokenizer is None:
         raise LoadError(f"{spec}: has no tokenizer; save one into the model's folder")
     if need_chat_template and not getattr(tokenizer, "chat_template", None):
         raise LoadError(f"{spec}: its tokenizer has no chat template; use template='raw', or save one with a template")
-    dropout = zero_dropout(model)
+    config_dropout = zero_dropout(model)
     _use_our_attention(hf)
     hf.train()
     if gradient_checkpointing:
-        enable_checkpointing(hf)
+        enable_checkpointing(hf, keep_random_state=dropout > 0)
     generation = getattr(hf, "generation_config", None)
     hf.generation_config = sources.only_ids(generation)
     positions, position_notes = _max_positions(hf.config.get_text_config())
@@ -88,7 +94,8 @@ def adopt_model(
         raise LoadError(
             f"{spec}: its tokenizer has {len(tokenizer)} ids, but the model embeds {embedded}; the two do not fit"
         )
-    dropout_notes = (f"dropout set to 0 (asked for: {dropout.describe()})",) if dropout.values else ()
+    asked = config_dropout.describe()
+    dropout_notes = (f"dropout set to 0 (asked for: {asked})",) if asked else ()
     loaded = LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -98,22 +105,39 @@ def adopt_model(
         stop_token_ids=stop_ids(tokenizer, hf.config.get_text_config(), generation, rows),
         max_positions=positions,
         generation_config=generation,
-        config_dropout=dropout,
+        config_dropout=config_dropout,
+        dropout=dropout,
         notes=(*notes, *dropout_notes, *generation_notes(generation), *position_notes),
         gradient_checkpointing=gradient_checkpointing,
     )
     if probe:
         run_probe(loaded)
+    if dropout:
+        loaded.notes = (*loaded.notes, _dropout_note(loaded))
     return loaded
 
 
-def enable_checkpointing(model: Any) -> None:
+def _dropout_note(loaded: LoadedModel) -> str:
+    """Where the dropout that was asked for acts, and by which attention; LoadError where there is no such place."""
+    ids_T = torch.zeros(2, dtype=torch.int64, device=loaded.device)
+    devices = [loaded.device.index] if loaded.device.type == "cuda" else []
+    with torch.no_grad(), quiet_transformers(), torch.random.fork_rng(devices=devices):
+        without = {call.backend for call in loaded.layer_calls(ids_T)}
+        with loaded.with_dropout():
+            within = {call.backend for call in loaded.layer_calls(ids_T)}
+    note = f"dropout {loaded.dropout} in the current policy's forward only, at {', '.join(loaded.dropout_sites)}"
+    if within == without:
+        return note
+    return f"{note}; attention there by {', '.join(sorted(within))} instead of {', '.join(sorted(without))}"
+
+
+def enable_checkpointing(model: Any, *, keep_random_state: bool = False) -> None:
     """Recompute each layer in backward, non-reentrant; the only place that knows both names of the method
-    (5.24 renamed it). The RNG state need not be kept: there is no dropout left, and reading it costs a sync
-    on CUDA."""
+    (5.24 renamed it). Only dropout needs `keep_random_state`, so that a layer draws the same mask again: reading
+    the state costs a sync on CUDA."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise LoadError(f"{type(model).__name__}: does not support gradient_checkpointing; train it without")
-    options = {"use_reentrant": False, "preserve_rng_state": False}
+    options = {"use_reentrant": False, "preserve_rng_state": keep_random_state}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(options)
     else:
@@ -134,7 +158,7 @@ def save_model(loaded: LoadedModel, folder: str | os.PathLike[str]) -> Path:
 
     def write(temporary: Path) -> None:
         model: Any = loaded.model
-        with quiet_transformers(), loaded.config_dropout.restored():
+        with quiet_transformers(), loaded.with_dropout(0.0), loaded.config_dropout.restored():
             model.save_pretrained(temporary)
             loaded.tokenizer.save_pretrained(temporary)
         if loaded.generation_config is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rhotrain.model.attention import AttentionState, LayerCall, PackedContext, PagedContext
-from rhotrain.model.dropout import ConfigDropout
+from rhotrain.model.dropout import TRIAL, ConfigDropout, DropoutSite, find_sites, probabilities
 from rhotrain.model.head import Head, head_of
 
 
@@ -19,13 +19,23 @@ class LoadError(ValueError):
     """A model that cannot be used. The message names the model, the value and the reason or the fix."""
 
 
+TRIAL_TOKENS = 8
+"""Length of the sequence on which dropout sites are tried."""
+
+
+def check_dropout(spec: str, p: float) -> None:
+    """LoadError unless `p` is a probability of dropping below 1 (at 1 nothing would be left)."""
+    if not 0.0 <= p < 1.0:
+        raise LoadError(f"{spec}: dropout is {p}; need a probability: 0 <= dropout < 1")
+
+
 @dataclass(eq=False, kw_only=True)
 class LoadedModel:
     """Mutable on purpose: the optimiser changes the weights in place, and `policy_version` rises with each
     of its steps.
 
-    model: the PreTrainedModel, in train mode, every dropout probability 0, attention by
-    `rhotrain.model.attention`. tokenizer: its tokenizer. spec: what `load_model` was asked for.
+    model: the PreTrainedModel, in train mode, every dropout probability 0 outside of `with_dropout`, attention
+    by `rhotrain.model.attention`. tokenizer: its tokenizer. spec: what `load_model` was asked for.
     attention: the state that all modules share; `with_attention` sets its context.
     vocab_size: real vocabulary, max(len(tokenizer), largest special id + 1), at most the head's rows. Rows
         from there on are padding, masked to -inf in sampler and trainer alike.
@@ -33,6 +43,7 @@ class LoadedModel:
     together. max_positions: longest sequence the positions allow, None without a limit.
     generation_config: as it came. Only its stop ids are used; it is written back by `save_model`.
     config_dropout: the dropout that the configuration asked for, written back by `save_model`.
+    dropout: the probability that `with_dropout` puts in; 0 unless a user asked for dropout by name.
     notes: what was changed or not applied, for the log.
     """
 
@@ -45,6 +56,7 @@ class LoadedModel:
     max_positions: int | None
     generation_config: Any = None
     config_dropout: ConfigDropout = field(default_factory=ConfigDropout)
+    dropout: float = 0.0
     notes: tuple[str, ...] = ()
     gradient_checkpointing: bool = False
     policy_version: int = 0
@@ -120,6 +132,57 @@ class LoadedModel:
         """Context manager that sets the attention context. Keep it open until backward has ended:
         checkpointing runs the layers again, and they must see the same context."""
         return self.attention.using(context)
+
+    @cached_property
+    def _sites(self) -> tuple[DropoutSite, ...]:
+        """Found by trial on first use: one small forward per attribute that may be a dropout probability."""
+        positions_T = torch.arange(min(TRIAL_TOKENS, self.vocab_size), device=self.device)
+
+        def forward() -> Tensor:
+            with self.with_attention(PackedContext.make([positions_T.numel()], device=self.device)):
+                return self.hidden(positions_T, positions_T)
+
+        calls, training = self.attention.calls, self.model.training
+        self.model.train()
+        self.attention.dropout = TRIAL
+        try:
+            return find_sites(self.model, forward)
+        finally:
+            self.attention.dropout, self.attention.calls = 0.0, calls
+            self.model.train(training)
+
+    @property
+    def dropout_sites(self) -> tuple[str, ...]:
+        """Names of the places where dropout acts on the hidden states, whatever the configuration's values are:
+        llama has `attention_dropout`, gpt2 attention, residual and embedding dropout. Empty where there is none."""
+        return tuple(site.name for site in self._sites)
+
+    @contextmanager
+    def with_dropout(self, p: float | None = None) -> Iterator[None]:
+        """Every dropout site has probability `p` inside (None: `self.dropout`), and what it had before after.
+
+        Keep it open until backward has ended: checkpointing runs the layers again. Masks come from torch's global
+        generator. A rollout inside is refused by the attention function; in eval mode nothing is dropped.
+        Raises LoadError for a `p` outside of [0, 1), and, for a `p` above 0, when the model has no dropout site, or
+        recomputes layers without keeping the random state (gradient_checkpointing with `self.dropout` 0).
+        """
+        p = self.dropout if p is None else p
+        check_dropout(self.spec, p)
+        if p and not self.dropout_sites:
+            raise LoadError(f"{self.spec}: {self.architecture} has no place for dropout {p}; leave it at 0")
+        if p and self.gradient_checkpointing and not self.dropout:
+            raise LoadError(
+                f"{self.spec}: was loaded with gradient_checkpointing and dropout 0, so recomputed layers would draw "
+                f"other masks than the forward; load it with dropout={p}"
+            )
+        previous = self.attention.dropout
+        places = [place for site in self._sites for place in site.places] if p or previous else []
+        with probabilities(places, p):
+            self.attention.dropout = p
+            try:
+                yield
+            finally:
+                self.attention.dropout = previous
 
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters, each once (a tied head is one parameter)."""

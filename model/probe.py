@@ -29,7 +29,9 @@ PROBE_LENS = (7, 5)
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 """Largest relative L2 difference between two paths that should agree: measured 4e-7 (float32, 30 layers); what is wrong
 differs by 0.1 or more. HF's eager softmax is float32, so float64 is no tighter than that."""
-HALF_TOLERANCE = 0.05
+HALF_TOLERANCE = 0.3
+"""In half precision two right paths lie far apart: SmolLM2 in bfloat16 on a CPU 0.09 (each 0.11 from float32), and that
+grows with the layers. A sequence that sees its neighbour differs by 0.98 there. Smaller faults show in float32 only."""
 
 
 def refuse_by_config(config: Any, name: str) -> None:

@@ -13,6 +13,7 @@ token 1/sum(R) (DAPO, arXiv 2503.14476, eq. 8), sequence 1/(C R) (GRPO, arXiv 24
 1/(C max_new_tokens) (Dr. GRPO, arXiv 2503.20783), C counting the completions that carry loss.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,16 @@ from torch import Tensor
 from rhotrain.kernels.logprob import KeptSet
 from rhotrain.rollout.completion import Completion
 from rhotrain.train.config import Aggregation
+from rhotrain.train.optim import StepError
+
+POSITIVE_LIMIT = 1e-4
+"""A logprob above 0 by less than this is rounding and counts as 0; above, something is wrong (a fused kernel of another
+trainer once returned +123, and the reward collapsed: verl issue 2656)."""
+
+
+def bad_logprobs(values: Tensor) -> Tensor:
+    """bool, True where a value cannot be a logprob: not finite, or positive beyond rounding."""
+    return ~torch.isfinite(values) | (values > POSITIVE_LIMIT)
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,7 @@ class TokenTable:
     sampling_logprobs: of the distribution that was sampled: over the kept set when `kept` is there, else the full one.
     kept: the kept set per token, or None when nothing was truncated or truncation is ignored.
     loss_mask: bool, False for completions that carry no loss.
-    old_logprobs, ref_logprobs: None until they are known.
+    old_logprobs, ref_logprobs: None until they are known. importance: off-policy weights, None without a correction.
     """
 
     trajectories: tuple[Trajectory, ...]
@@ -59,6 +70,7 @@ class TokenTable:
     advantages: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    importance: Tensor | None = None
     signal_groups: frozenset[int] = field(default_factory=frozenset)
 
     @property
@@ -68,6 +80,15 @@ class TokenTable:
     def rows(self, trajectory: int) -> slice:
         """The rows of one trajectory."""
         return slice(self.starts[trajectory], self.starts[trajectory + 1])
+
+    def staleness(self, version: int) -> list[int]:
+        """Per trajectory, the policy version `version` minus the one that sampled it."""
+        return [version - t.completion.policy_version for t in self.trajectories]
+
+    def sequence_ids(self) -> Tensor:
+        """int64 [N]: the trajectory that a row belongs to."""
+        lengths = torch.tensor([t.num_tokens for t in self.trajectories], dtype=torch.int64)
+        return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
 
     def carries_loss(self, trajectory: int) -> bool:
         return bool(self.loss_mask[self.starts[trajectory]])
@@ -91,6 +112,7 @@ def make_table(
 
     replay: normalise over the recorded kept sets; needs completions that were sampled with `keep_sets`.
     mask_truncated: completions that ended by length carry no loss.
+    Raises StepError for a sampling logprob that is not finite or is positive beyond rounding.
     """
     trajectories = tuple(
         Trajectory(p, g, tuple(prompt), completion)
@@ -108,6 +130,7 @@ def make_table(
     if replay:
         kept = KeptSet.from_lists([ids for c in completions for ids in _kept_ids(c)], torch.device("cpu"))
         logprobs = logprobs - mass.log()
+    _check_sampling(logprobs, mass, trajectories, starts)
     mask = [not (mask_truncated and c.finish_reason == "length") for c in completions for _ in c.token_ids]
     return TokenTable(
         trajectories=trajectories,
@@ -119,6 +142,23 @@ def make_table(
         loss_mask=torch.tensor(mask, dtype=torch.bool),
         advantages=torch.zeros(starts[-1], dtype=dtype),
     )
+
+
+def _check_sampling(logprobs: Tensor, mass: Tensor, trajectories: Sequence[Trajectory], starts: Sequence[int]) -> None:
+    """StepError for what cannot be a logprob, or a kept mass, of a sampler."""
+    for name, values, bad, rule in (
+        ("kept_mass", mass, ~((mass > 0) & (mass < 1 + POSITIVE_LIMIT)), "the mass of a kept set lies in (0, 1]"),
+        ("logprobs", logprobs, bad_logprobs(logprobs), "a logprob is finite and at most 0"),
+    ):
+        if bad.any():
+            row = int(bad.nonzero()[0])
+            i = bisect_right(starts, row) - 1
+            raise StepError(
+                f"{name}: the sampler gave {float(values[row])} for token {row - starts[i]} of sample "
+                f"{trajectories[i].completion.sample} (prompt {trajectories[i].group}, completion "
+                f"{trajectories[i].member}); {rule}. Its logits were probably not finite, or it reports something else "
+                "than logprobs"
+            )
 
 
 def _kept_ids(completion: Completion) -> tuple[tuple[int, ...], ...]:

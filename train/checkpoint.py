@@ -19,6 +19,8 @@ import torch
 from rhotrain.model.load import LoadedModel, save_model
 
 STATE_FILE = "trainer.pt"
+STATE_FORMAT = 2
+"""Of what `trainer.pt` holds; 2 has the rollouts that were drawn ahead."""
 MODEL_FOLDER = "model"
 
 
@@ -67,7 +69,7 @@ def save_checkpoint(run_folder: Path, step: int, loaded: LoadedModel, state: dic
     temporary, final = folder / f".step-{step:06d}", folder / f"step-{step:06d}"
     temporary.mkdir()
     save_model(loaded, temporary / MODEL_FOLDER)
-    torch.save({**state, "random": random_states()}, temporary / STATE_FILE)
+    torch.save({**state, "format": STATE_FORMAT, "random": random_states()}, temporary / STATE_FILE)
     for path in sorted(temporary.rglob("*")):
         _sync(path)
     if final.exists():
@@ -109,4 +111,9 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
             f"resume: {checkpoint / STATE_FILE} is damaged ({type(error).__name__}); {fix}"
         ) from error
     assert isinstance(state, dict)
+    if state.get("format") != STATE_FORMAT:
+        raise CheckpointError(
+            f"resume: {checkpoint} has format {state.get('format', 1)}, this version reads {STATE_FORMAT}; go on with "
+            f"the version that wrote it, or start a new run from its weights: --model {checkpoint / MODEL_FOLDER}"
+        )
     return state

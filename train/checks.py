@@ -35,6 +35,12 @@ ACTS_WHEN: dict[str, tuple[Callable[[Config], bool], str]] = {
     ),
     "advantage_std": (lambda c: c.algo.advantage_scale != "none", "advantage_scale is none, so no std is taken"),
     "advantage_eps": (lambda c: c.algo.advantage_scale != "none", "advantage_scale is none, so no std is taken"),
+    "ratio_level": (
+        lambda c: c.algo.objective in ("grpo", "cispo"),
+        "it acts with objectives grpo and cispo only",
+    ),
+    "correction_min": (lambda c: c.algo.correction != "none", "correction is none; set it, for example sequence_mask"),
+    "correction_max": (lambda c: c.algo.correction != "none", "correction is none; set it, for example sequence_mask"),
     "kl_stop": (
         lambda c: c.algo.updates_per_rollout > 1,
         "a rollout has one update, so none is left to skip; raise num_iterations or minibatches_per_rollout",

@@ -135,8 +135,8 @@ class RolloutConfig:
     """With top-k, top-p, min-p or min_new_tokens: `replay` scores over the recorded kept set, the distribution that was
     sampled; `ignore` scores the full softmax, which is biased."""
     max_staleness: int = 0
-    """Draw rollouts ahead, up to so many optimiser steps' worth, in one call of the engine. A rollout's staleness is the
-    policy version at its first update minus the one that sampled it; at 0 the newest weights draw every rollout."""
+    """Draw rollouts ahead, up to so many optimiser steps' worth, in one call of the engine. A rollout's staleness is
+    the policy version at its first update minus the one that sampled it; 0 draws each with the newest weights."""
     stop_token_ids: tuple[int, ...] = ()
     """Stop ids in addition to the model's own."""
     stop_strings: tuple[str, ...] = ()

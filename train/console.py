@@ -53,17 +53,40 @@ def step_line(step: int, steps: int, m: Metrics) -> str:
         f"len {m['completions/mean_length']:5.1f}",
     ]
     if m["updates_taken"]:
-        parts += [
-            f"ratio {m['ratio/mean']:6.4f} [{m['ratio/min']:.3f} {m['ratio/max']:.3f}]",
-            f"clip {100 * m['clip_ratio/region_mean']:4.1f} %",
-            f"entropy {m['entropy']:5.2f}",
-            f"grad {m['grad_norm']:6.2f}",
-        ]
+        parts += [f"entropy {m['entropy']:5.2f}", f"grad {m['grad_norm']:6.2f}"]
     else:
         parts.append("KL above kl_stop, no update" if m["stopped_by_kl"] else "no group carries signal, no update")
+    parts.append(f"no signal {_percent(m['frac_reward_zero_std'])}")
     phases = ", ".join(f"{name} {m[f'time/{name}']:.1f}" for name in ("rollout", "reward", "update"))
-    parts.append(f"{m['tok_per_s']:5.0f} tok/s  {m['step_time']:5.1f} s ({phases})")
+    speed = "drawn ahead" if m["tok_per_s"] is None else f"{m['tok_per_s']:5.0f} tok/s"
+    parts.append(f"{speed}  {m['step_time']:5.1f} s ({phases})")
     return "  ".join(parts)
+
+
+def ratio_line(m: Metrics) -> str:
+    """The ratio of one step: what the updates did, then the sampler against the trainer before them."""
+    parts = []
+    if m["updates_taken"]:
+        parts += [
+            f"ratio {m['ratio/mean']:6.4f} [{m['ratio/min']:.3f} {m['ratio/max']:.3f}]",
+            f"log {m['log_ratio/mean']:+.1e} max {m['log_ratio/abs_max']:.1e}",
+            f"clip low {_percent(m['clip_ratio/low_mean'])} high {_percent(m['clip_ratio/high_mean'])}",
+            f"KL k1 {m['approx_kl/k1']:+.1e} k3 {m['approx_kl/k3']:.1e}",
+        ]
+    if "sampling/k3" in m:
+        name = "sampling/sampling_logp_difference/"
+        parts += [
+            f"sampler-trainer {m[name + 'mean']:.1e} p99 {m[name + 'p99']:.1e} max {m[name + 'max']:.1e} "
+            f"k3 {m['sampling/k3']:.1e}",
+            f"ESS {m['sampling/effective_sample_size']:.3f}",
+        ]
+    parts.append(f"kept {m['kept_mass']:.3f}")
+    parts.append(f"stale {m['staleness/mean']:g}")
+    return "  ".join(parts)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:5.1f} %"
 
 
 @dataclass
@@ -96,9 +119,17 @@ class Console:
 
     def step(self, step: int, metrics: Metrics) -> None:
         self.say(step_line(step, self.steps, metrics))
+        self.say(f"  {ratio_line(metrics)}")
         if metrics["stopped_by_kl"]:
             taken, skipped = metrics["updates_taken"], metrics["updates_skipped"]
             self.say(f"  KL above kl_stop after {taken} update(s) of this rollout: {skipped} skipped")
+        if metrics["over_numerics_budget"] and "numerics" not in self.warned:
+            self.warned.add("numerics")
+            self.say(
+                "warning: sampler and trainer differ on the same weights by more than numerics: "
+                f"{'; '.join(metrics['over_numerics_budget'])}. `rhotrain audit` with the same flags finds the cause; "
+                "strict_ratio stops such a run. Told once; over_numerics_budget in metrics.jsonl has every step"
+            )
         for warning in self._warnings(metrics):
             self.say(f"warning: {warning}")
         if self.bar is not None:

@@ -2,25 +2,36 @@
 
 With one update and weights that have not moved, the ratio is 1 up to numerics and the clip cannot act: that is correct
 on-policy learning (DeepSeekMath, arXiv 2402.03300, section 4.1.3, also takes a single update per exploration stage).
+
+The frozen logprobs, scored once before the first update, serve three purposes: they are the `trainer` anchors, the
+numerator of an off-policy correction, and, where the current forward has dropout, what the sampler is compared with.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from rhotrain.kernels.spec import Objective
 from rhotrain.model.load import LoadedModel
 from rhotrain.train.batching import MicroBatch, TokenTable, pack, token_weights
+from rhotrain.train.budget import Budget, Difference
 from rhotrain.train.config import AlgoConfig, OptimConfig
-from rhotrain.train.metrics import Metrics, approximate_kl, mismatch_metrics, update_metrics
-from rhotrain.train.optim import Optimizer, learning_rate
+from rhotrain.train.correction import importance_weights
+from rhotrain.train.metrics import Metrics, approximate_kl, correction_metrics, mismatch_metrics, update_metrics
+from rhotrain.train.optim import Optimizer, StepError, learning_rate
 from rhotrain.train.step import TokenResults, run_batches, score
 
 
 @dataclass
 class Learner:
-    """Everything that changes when an update is taken; `updates` counts optimiser steps and drives the schedule."""
+    """Everything that changes when an update is taken; `updates` counts optimiser steps and drives the schedule.
+
+    budget: how far sampler and trainer may differ on the same weights; None does not look. strict_ratio: beyond it,
+    stop.
+    Raises ConfigError when `algo` cannot work in the model's dtype.
+    """
 
     loaded: LoadedModel
     optimizer: Optimizer
@@ -31,6 +42,8 @@ class Learner:
     total_updates: int
     seed: int
     updates: int = 0
+    budget: Budget | None = None
+    strict_ratio: bool = False
 
     def __post_init__(self) -> None:
         self.objective: Objective = self.algo.spec()
@@ -59,23 +72,57 @@ class Learner:
     def pack(self, table: TokenTable, trajectories: list[int]) -> list[MicroBatch]:
         return pack(table, trajectories, token_budget=self.optim.token_budget, share_prompts=self.optim.share_prompts)
 
-    def set_old_logprobs(self, table: TokenTable) -> None:
-        """Anchor the ratio before the first update of a rollout."""
-        if self.anchor == "fresh":
-            table.old_logprobs = None
-        elif self.anchor == "sampler":
-            table.old_logprobs = table.sampling_logprobs
-        else:
-            batches = self.pack(table, [i for i in range(len(table.trajectories)) if self.runs(table, i)])
-            table.old_logprobs = score(self.loaded, table, batches, temperature=self.temperature)
+    @property
+    def scores_frozen(self) -> bool:
+        """Whether a rollout is scored under the frozen weights before its first update."""
+        return self.anchor == "trainer" or self.algo.correction != "none" or self.loaded.dropout > 0.0
+
+    def prepare(self, table: TokenTable) -> "Prepared":
+        """Anchor the ratio and weigh the samples, before the first update of a rollout."""
+        running = [i for i in range(len(table.trajectories)) if self.runs(table, i)]
+        frozen = None
+        if self.scores_frozen:
+            frozen = score(self.loaded, table, self.pack(table, running), temperature=self.temperature)
+        table.old_logprobs = {"fresh": None, "sampler": table.sampling_logprobs, "trainer": frozen}[self.anchor]
+        importance = None if frozen is None else importance_weights(table, frozen, running, self.algo)
+        table.importance = None if importance is None else importance.weights
+        return Prepared(frozen, running, correction_metrics(importance))
+
+    def check_numerics(self, table: TokenTable, difference: Difference) -> tuple[str, ...]:
+        """What of `difference`, logprobs - sampling_logprobs at a rollout's first update, exceeds the budget.
+
+        Nothing is said of a stale rollout, whose difference is the movement of the policy.
+        Raises StepError with strict_ratio: the step has not been taken.
+        """
+        if self.budget is None or any(table.staleness(self.loaded.policy_version)):
+            return ()
+        exceeded = self.budget.exceeded(difference)
+        if exceeded and self.strict_ratio:
+            raise StepError(
+                f"strict_ratio: on the same weights sampler and trainer differ by more than numerics: "
+                f"{'; '.join(exceeded)}. The step was not taken; `rhotrain audit` with the same flags finds the cause"
+            )
+        return exceeded
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """frozen: [N] logprobs under the frozen weights in the rows of the trajectories `running`, None when they were not
+    needed. correction: metrics of the importance weights."""
+
+    frozen: Tensor | None
+    running: list[int]
+    correction: Metrics
 
 
 @dataclass
 class InnerLoop:
-    """What the updates of one rollout did."""
+    """What the updates of one rollout did. mismatch: sampler against trainer before the first of them; over_budget:
+    what of it exceeds the numerics budget."""
 
     updates: list[Metrics] = field(default_factory=list)
     mismatch: Metrics = field(default_factory=dict)
+    over_budget: tuple[str, ...] = ()
     stopped_by_kl: bool = False
     kl_at_stop: float = 0.0
     skipped: int = 0
@@ -109,10 +156,11 @@ def run_updates(
 
     A minibatch without any loss term takes no step, and neither weights, optimiser nor schedule change. When the mean
     k3 between old and current policy exceeds kl_stop, that update and all that remain are skipped.
+    Raises StepError on a number that must not reach the weights, and, with strict_ratio, over the numerics budget.
     """
     plan = minibatch_plan(num_groups, learner.algo, seed=learner.seed, rollout_index=rollout_index)
     done = InnerLoop()
-    learner.set_old_logprobs(table)
+    prepared = learner.prepare(table)
     for index, groups in enumerate(plan):
         chosen = set(groups)
         members = [i for i, t in enumerate(table.trajectories) if t.group in chosen]
@@ -138,8 +186,8 @@ def run_updates(
             results,
             temperature=learner.temperature,
         )
-        if not done.updates:
-            done.mismatch = mismatch_metrics(table, results)
+        if not done.mismatch:
+            _compare(learner, table, prepared, results, done)
         if 0.0 < learner.algo.kl_stop < approximate_kl(table, results):
             learner.optimizer.zero_grad()
             done.stopped_by_kl, done.kl_at_stop = True, approximate_kl(table, results)
@@ -154,3 +202,15 @@ def run_updates(
         if on_update is not None:
             on_update(index + 1, len(plan))
     return done
+
+
+def _compare(learner: Learner, table: TokenTable, prepared: Prepared, results: TokenResults, done: InnerLoop) -> None:
+    """Sampler against trainer before any update, of the whole rollout where it was scored, else the first minibatch."""
+    logprobs, trajectories = prepared.frozen, prepared.running
+    if logprobs is None:
+        logprobs = results.logprobs
+        trajectories = [i for i in prepared.running if bool(results.ran[table.starts[i]])]
+    rows = torch.cat([torch.arange(table.starts[i], table.starts[i + 1]) for i in trajectories])
+    difference = Difference.of((logprobs - table.sampling_logprobs)[rows])
+    done.over_budget = learner.check_numerics(table, difference)
+    done.mismatch = {**mismatch_metrics(table, logprobs, trajectories, difference), **prepared.correction}

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rhotrain.kernels.spec import LOG_RATIO_LIMIT
 from rhotrain.train.advantages import Advantages
 from rhotrain.train.batching import TokenTable
+from rhotrain.train.budget import Difference
+from rhotrain.train.correction import Importance, effective_sample_size, sequence_log_weights
 from rhotrain.train.step import TokenResults
 
 Metrics = dict[str, Any]
@@ -25,13 +28,6 @@ def _mean_of_known(values: Tensor) -> float | None:
     """Mean of what is not NaN; None, JSON's null, when nothing is known: 0 would look like a reward."""
     known = values[~values.isnan()]
     return float(known.double().mean()) if known.numel() else None
-
-
-def _quantile(values: Tensor, q: float) -> float:
-    """The smallest value that a share q of all is not above. (torch.quantile refuses more than 2**24 values.)"""
-    if not values.numel():
-        return 0.0
-    return float(values.kthvalue(max(1, math.ceil(q * values.numel()))).values)
 
 
 def reward_metrics(total_PG: Tensor, parts: dict[str, Tensor], advantages: Advantages, failures: int) -> Metrics:
@@ -66,19 +62,38 @@ def completion_metrics(table: TokenTable, num_errors: int = 0) -> Metrics:
     return metrics
 
 
-def mismatch_metrics(table: TokenTable, results: TokenResults) -> Metrics:
-    """logprobs - sampling_logprobs at the rollout's first update: what numerics, not learning, move the ratio by."""
-    difference = (results.logprobs - table.sampling_logprobs)[results.ran].double()
-    ratio = difference.clamp(-20, 20).exp()
-    k3 = (ratio - 1 - difference).clamp(min=0)
+def mismatch_metrics(
+    table: TokenTable, logprobs: Tensor, trajectories: Sequence[int], difference: Difference
+) -> Metrics:
+    """logprobs [N] of `trajectories` under the weights of the rollout's first update against the sampler's.
+
+    On fresh samples that is what numerics, not learning, move the ratio by; on stale ones the policy's movement too.
+    Weights are raw: nothing has been truncated. difference: that of these rows.
+    """
+    log_w_N = (logprobs - table.sampling_logprobs).double()
+    rows = torch.cat([torch.arange(table.starts[i], table.starts[i + 1]) for i in trajectories])
+    ratio = log_w_N[rows].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return {
-        "sampling/sampling_logp_difference/mean": _mean(difference.abs()),
-        "sampling/sampling_logp_difference/p99": _quantile(difference.abs(), 0.99),
-        "sampling/sampling_logp_difference/max": float(difference.abs().max()) if len(difference) else 0.0,
+        "sampling/sampling_logp_difference/mean": difference.mean,
+        "sampling/sampling_logp_difference/p99": difference.p99,
+        "sampling/sampling_logp_difference/max": difference.max,
         "sampling/importance_sampling_ratio/mean": _mean(ratio),
-        "sampling/importance_sampling_ratio/min": float(ratio.min()) if len(ratio) else 1.0,
-        "sampling/importance_sampling_ratio/max": float(ratio.max()) if len(ratio) else 1.0,
-        "sampling/k3": _mean(k3),
+        "sampling/importance_sampling_ratio/min": float(ratio.min()),
+        "sampling/importance_sampling_ratio/max": float(ratio.max()),
+        "sampling/k1": -difference.bias,
+        "sampling/k3": difference.k3,
+        "sampling/effective_sample_size": effective_sample_size(sequence_log_weights(log_w_N, table, trajectories)),
+    }
+
+
+def correction_metrics(importance: Importance | None) -> Metrics:
+    """Raw weights of an off-policy correction at its own level, and the share that a bound cut."""
+    if importance is None:
+        return {}
+    return {
+        "correction/weight_mean": _mean(importance.raw),
+        "correction/weight_max": float(importance.raw.max()),
+        "correction/share_cut": _mean(importance.cut.double()),
     }
 
 
@@ -92,21 +107,42 @@ def approximate_kl(table: TokenTable, results: TokenResults) -> float:
 
 def update_metrics(table: TokenTable, results: TokenResults) -> Metrics:
     """Ratio, clip shares, entropy and KL of one optimiser step."""
-    ratio = results.ratio[results.ran].double()
-    low, high = results.clipped_low[results.ran].double(), results.clipped_high[results.ran].double()
-    return {
+    ran = results.ran
+    ratio, old = results.ratio[ran].double(), table.old_logprobs
+    log_ratio = ratio.log()
+    k1 = 0.0 if old is None else _mean((old - results.logprobs)[ran])
+    low, high = results.clipped_low[ran], results.clipped_high[ran]
+    metrics: Metrics = {
         "policy_loss": results.loss,
         "ratio/mean": _mean(ratio),
         "ratio/min": float(ratio.min()) if len(ratio) else 1.0,
         "ratio/max": float(ratio.max()) if len(ratio) else 1.0,
-        "log_ratio/abs_max": float(ratio.log().abs().max()) if len(ratio) else 0.0,
-        "clip_ratio/low_mean": _mean(low),
-        "clip_ratio/high_mean": _mean(high),
-        "clip_ratio/region_mean": _mean(torch.maximum(low, high)),
-        "approx_kl": approximate_kl(table, results),
-        "kl": _mean(results.kl[results.ran]),
-        "entropy": _mean(results.entropy[results.ran]),
-        "update_tokens": int(results.ran.sum()),
+        "log_ratio/mean": _mean(log_ratio),
+        "log_ratio/abs_max": float(log_ratio.abs().max()) if len(ratio) else 0.0,
+        "clip_ratio/low_mean": _mean(low.double()),
+        "clip_ratio/high_mean": _mean(high.double()),
+        "clip_ratio/region_mean": _mean((low | high).double()),
+    }
+    advantages = table.advantages[ran]
+    for sign, of_sign in (("positive", advantages > 0), ("negative", advantages < 0)):
+        for side, clipped in (("low", low), ("high", high)):
+            metrics[f"clip_ratio/{side}_{sign}"] = _mean(clipped[of_sign].double())
+    return metrics | {
+        "approx_kl/k1": k1,
+        "approx_kl/k3": approximate_kl(table, results),
+        "kl": _mean(results.kl[ran]),
+        "entropy": _mean(results.entropy[ran]),
+        "update_tokens": int(ran.sum()),
+    }
+
+
+def staleness_metrics(staleness: Sequence[int], dropped: int) -> Metrics:
+    """Per completion, the policy version at the rollout's first update minus the one that sampled it; and the rollouts
+    dropped so far for being older than max_staleness."""
+    return {
+        "staleness/mean": sum(staleness) / max(1, len(staleness)),
+        "staleness/max": max(staleness, default=0),
+        "staleness/dropped": dropped,
     }
 
 

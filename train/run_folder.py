@@ -19,6 +19,7 @@ from rhotrain.train.settings import layer_of, read_toml, write_toml
 # What may differ between a run and its resumption: the length of the run, and what only concerns logs and saving.
 FREE_ON_RESUME = frozenset(
     {"out", "resume", "steps", "save_every", "keep_last", "eval_every", "log_completions", "threads", "device"}
+    | {"strict_ratio"}  # it judges and changes nothing
 )
 
 
@@ -99,8 +100,10 @@ class RunFolder:
         if not saved.is_file():
             raise ConfigError(f"out: {str(self.path)!r} holds no run to resume (no config.toml); check the path")
         before, now = read_toml(saved), layer_of(config)
-        # A schedule other than constant is stretched over the steps, so another number changes every rate.
-        free = FREE_ON_RESUME - ({"steps"} if now["schedule"] != "constant" else set())
+        # A schedule other than constant is stretched over the steps, so another number changes every rate; and the last
+        # rollouts that are drawn ahead are as many as the run still needs.
+        stretched = now["schedule"] != "constant" or config.rollouts_ahead > 0
+        free = FREE_ON_RESUME - ({"steps"} if stretched else set())
         changed = sorted(k for k, v in now.items() if k not in free and before.get(k, v) != v)
         if changed:
             raise ConfigError(

@@ -44,6 +44,7 @@ def build(config: Config, *, checkpoint_model: Path | None = None, choices: Choi
     """
     chosen: Choices = dict(choices or {"threads": config.run.threads or available_cores()})
     torch.set_num_threads(int(chosen["threads"]))
+    torch.manual_seed(config.run.seed)  # dropout's masks come from torch's generator, when a user asks for dropout
     task = load_task(config.task, config.eval.eval_size)
     rewards = RewardSet(config.reward, task)
     scorer = _scorer(config, task)
@@ -61,6 +62,7 @@ def build(config: Config, *, checkpoint_model: Path | None = None, choices: Choi
         max_new_tokens=config.rollout.max_new_tokens,
         total_updates=config.total_updates,
         seed=config.run.seed,
+        strict_ratio=config.run.strict_ratio,
     )
     return Parts(
         loaded=loaded,
@@ -99,6 +101,7 @@ def _model(config: Config, choices: Choices, checkpoint_model: Path | None) -> L
         device=choices.get("device", config.model.device),
         dtype=choices.get("dtype", config.model.dtype),
         gradient_checkpointing=config.model.gradient_checkpointing,
+        dropout=config.model.dropout,
         need_chat_template=config.task.template == "chat",
     )
     choices.setdefault("device", str(loaded.device))
@@ -161,7 +164,7 @@ def _num_pages(config: Config, loaded: LoadedModel, longest_prompt: int) -> int:
     """Pages with which neither a rollout nor an evaluation is preempted, within a quarter of the free memory."""
     rollout, evaluation = config.rollout, config.eval
     crowds = [
-        (rollout.prompts_per_step, rollout.group_size),
+        (rollout.prompts_per_step * (1 + config.rollouts_ahead), rollout.group_size),
         (min(evaluation.eval_size, rollout.max_running), evaluation.eval_samples),
     ]
     wanted = [

@@ -5,6 +5,7 @@ gradients add up over micro-batches and do not depend on the split. The attentio
 ended, because gradient checkpointing runs the layers again inside it.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from rhotrain.kernels.policy_loss import PolicyInputs
 from rhotrain.kernels.spec import Objective
 from rhotrain.model.attention import PackedContext
 from rhotrain.model.load import LoadedModel
-from rhotrain.train.batching import MicroBatch, TokenTable
+from rhotrain.train.batching import MicroBatch, TokenTable, bad_logprobs
 from rhotrain.train.optim import StepError
 
 
@@ -79,32 +80,46 @@ def _head_options(loaded: LoadedModel, table: TokenTable, rows: Tensor, temperat
 
 
 @torch.no_grad()
-def score(loaded: LoadedModel, table: TokenTable, batches: Sequence[MicroBatch], *, temperature: float) -> Tensor:
-    """Logprobs [N] of the table's tokens under `loaded`, in the table's dtype; 0 in rows that no batch holds."""
+def score(
+    loaded: LoadedModel,
+    table: TokenTable,
+    batches: Sequence[MicroBatch],
+    *,
+    temperature: float,
+    who: str = "the trainer",
+) -> Tensor:
+    """Logprobs [N] of the table's tokens under `loaded`, in the table's dtype; 0 in rows that no batch holds.
+
+    Raises StepError, which names `who`, for what cannot be a logprob.
+    """
     logprobs = torch.zeros_like(table.sampling_logprobs)
     for batch in batches:
         options = _head_options(loaded, table, batch.table_rows, temperature)
         ids = table.token_ids[batch.table_rows].to(loaded.device)
         with packed_hidden(loaded, batch) as hidden_MH:
             out = linear_token_logprobs(hidden_MH, loaded.head.weight, ids, **options)
-        logprobs[batch.table_rows] = checked(out.logprobs, table, batch).to(logprobs)
+        logprobs[batch.table_rows] = checked(out.logprobs, table, batch, who).to(logprobs)
     return logprobs
 
 
-def checked(logprobs: Tensor, table: TokenTable, batch: MicroBatch) -> Tensor:
-    """The logprobs on the CPU; StepError when one is not finite or is positive beyond rounding (1e-4)."""
+def checked(logprobs: Tensor, table: TokenTable, batch: MicroBatch, who: str) -> Tensor:
+    """The logprobs on the CPU, positive rounding set to 0. `who` scored them: `the trainer` or `the reference`.
+
+    Raises StepError when one is not finite or is positive beyond rounding.
+    """
     values = logprobs.detach().cpu()
-    bad = ~torch.isfinite(values) | (values > 1e-4)
+    bad = bad_logprobs(values)
     if not bad.any():
         return values.clamp(max=0.0)
     where = int(bad.nonzero()[0])
     row = int(batch.table_rows[where])
-    i = next(k for k in range(len(table.trajectories)) if table.starts[k] <= row < table.starts[k + 1])
+    i = bisect_right(table.starts, row) - 1
     trajectory = table.trajectories[i]
     raise StepError(
-        f"logprobs: {float(values[where])} for token {row - table.starts[i]} of sample {trajectory.completion.sample} "
-        f"(prompt {trajectory.group}, completion {trajectory.member}). A logprob is finite and at most 0; the weights "
-        "have probably diverged (lower lr, set grad_clip) or the compute dtype overflows (use float32 or bfloat16)"
+        f"logprobs: {who} gives {float(values[where])} for token {row - table.starts[i]} of sample "
+        f"{trajectory.completion.sample} (prompt {trajectory.group}, completion {trajectory.member}). A logprob is "
+        "finite and at most 0; the weights have probably diverged (lower lr, set grad_clip), the compute dtype "
+        "overflows (use float32 or bfloat16), or the token lies outside its kept set"
     )
 
 
@@ -121,9 +136,13 @@ def run_batches(
     """Forward and backward over the micro-batches of one optimiser step; gradients accumulate in the parameters.
 
     weights: [N] from `token_weights`. Results of the rows that ran are written into `results`. Returns the loss.
+    The model's dropout, if any was asked for, acts here and nowhere else. No batch splits a completion, which a
+    sequence-level ratio needs.
     `table.old_logprobs` None means the current policy itself (ratio 1). Raises StepError on a non-finite logprob.
     """
     weight, device, total = loaded.head.weight, loaded.device, 0.0
+
+    sequences = table.sequence_ids() if objective.ratio_level == "sequence" else None
 
     def column(values: Tensor | None, rows: Tensor) -> Tensor | None:
         return None if values is None else values[rows].to(device)
@@ -131,15 +150,17 @@ def run_batches(
     for batch in batches:
         rows = batch.table_rows
         ids, options = table.token_ids[rows].to(device), _head_options(loaded, table, rows, temperature)
-        with packed_hidden(loaded, batch) as hidden_MH:
+        with loaded.with_dropout(), packed_hidden(loaded, batch) as hidden_MH:
             inputs = PolicyInputs(
                 old_logprobs=column(table.old_logprobs, rows),
                 advantages=table.advantages[rows].to(device),
                 weights=weights[rows].to(device),
                 ref_logprobs=column(table.ref_logprobs, rows),
+                importance=column(table.importance, rows),
+                sequence_ids=column(sequences, rows),
             )
             out = linear_policy_loss(hidden_MH, weight, ids, inputs, objective, **options)
-            results.logprobs[rows] = checked(out.logprobs, table, batch).to(results.logprobs)
+            results.logprobs[rows] = checked(out.logprobs, table, batch, "the trainer").to(results.logprobs)
             out.loss.backward()
         total += float(out.loss.detach())
         results.ran[rows] = True

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from rhotrain.model.load import save_model
-from rhotrain.rollout.completion import Completion, SamplingParams
+from rhotrain.rollout.completion import SamplingParams
 from rhotrain.train.advantages import Advantages, group_advantages
 from rhotrain.train.batching import TokenTable, make_table
+from rhotrain.train.budget import Budget, calibrate
 from rhotrain.train.checkpoint import (
     MODEL_FOLDER,
     latest_checkpoint,
@@ -23,15 +24,24 @@ from rhotrain.train.checkpoint import (
 )
 from rhotrain.train.config import Config
 from rhotrain.train.console import Console, StopRequest
-from rhotrain.train.data import EncodedPrompt
 from rhotrain.train.evaluate import EvalResult, evaluate
 from rhotrain.train.inner_loop import InnerLoop, run_updates
-from rhotrain.train.metrics import Metrics, combine_updates, completion_metrics, reward_metrics
-from rhotrain.train.optim import StepError
+from rhotrain.train.metrics import (
+    Metrics,
+    combine_updates,
+    completion_metrics,
+    reward_metrics,
+    staleness_metrics,
+)
+from rhotrain.train.notices import about_ratio, dropout_notice
 from rhotrain.train.rewards import RewardBatch, Rewards
+from rhotrain.train.rollouts import Rollout, RolloutQueue
 from rhotrain.train.run_folder import RunFolder
 from rhotrain.train.setup import Parts, build
 from rhotrain.train.step import score
+
+CALIBRATION_TOKENS = 128
+"""Completion tokens of the first rollout, about, on which the numerics budget is measured: a second with SmolLM2."""
 
 EVAL_SEED_OFFSET = 1 << 32
 """Evaluation draws from another key than training, so that evaluating more or less often changes no training sample."""
@@ -48,11 +58,14 @@ class RunResult:
     stopped: bool
 
 
+PHASES = ("rollout", "reward", "update")
+
+
 @dataclass
 class Clock:
     """Seconds by phase of one step."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -60,23 +73,18 @@ class Clock:
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.seconds[name] += time.perf_counter() - start
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """The completions of one step with their prompts, texts [P][G] and scores."""
+class Scored:
+    """A rollout with the texts [P][G] of its completions and their scores. drawn_tokens: sampled in this step, 0 when
+    the rollout had been drawn ahead."""
 
-    index: int
-    prompts: list[EncodedPrompt]
-    groups: list[list[Completion]]
+    rollout: Rollout
     texts: list[list[str]]
     rewards: Rewards
-
-    @property
-    def num_errors(self) -> int:
-        """Completions that ended in an error of the engine."""
-        return sum(c.finish_reason == "error" for group in self.groups for c in group)
+    drawn_tokens: int
 
 
 class Trainer:
@@ -92,10 +100,12 @@ class Trainer:
             checkpoint = latest_checkpoint(self.folder.path)
             saved = load_state(checkpoint)
             self.parts: Parts = build(config, checkpoint_model=checkpoint / MODEL_FOLDER, choices=saved["choices"])
+            self.queue = RolloutQueue(config, self.parts.engine, self.parts.stream)
             self._restore(saved)
             self.folder.note_settings(config)
         else:
             self.parts = build(config)
+            self.queue = RolloutQueue(config, self.parts.engine, self.parts.stream)
             self.folder.create(config)
         self.console = Console(steps=config.run.steps, first_step=self.step_index)
 
@@ -110,7 +120,7 @@ class Trainer:
             "updates": learner.updates,
             "policy_version": self.parts.loaded.policy_version,
             "optimizer": learner.optimizer.state_dict(),
-            "stream": self.parts.stream.state_dict(),
+            "rollouts": self.queue.state_dict(),
             "choices": self.parts.choices,
             "metrics_size": folder.metrics.size,
             "rollouts_size": folder.rollouts.size,
@@ -124,7 +134,7 @@ class Trainer:
         parts.learner.updates = saved["updates"]
         parts.loaded.policy_version = saved["policy_version"]
         parts.learner.optimizer.load_state_dict(saved["optimizer"])
-        parts.stream.load_state_dict(saved["stream"])
+        self.queue.load_state_dict(saved["rollouts"])
         self.folder.metrics.cut(saved["metrics_size"])
         self.folder.rollouts.cut(saved["rollouts_size"])
         self.before = None if saved["before"] is None else EvalResult.from_dict(saved["before"])
@@ -132,34 +142,24 @@ class Trainer:
 
     # ------------------------------------------------------------------ one step
 
-    def rollout(self, clock: Clock) -> Rollout:
-        """Draw the next prompts, their completions and rewards."""
-        settings, finished = self.config.rollout, 0
-        prompts = self.parts.stream.take(settings.prompts_per_step)
-        total = len(prompts) * settings.group_size
-
-        def on_finish(prompt: int, member: int, completion: Completion) -> None:
-            nonlocal finished
-            finished += 1
-            self.console.phase("rollout", finished, total)
-
+    def rollout(self, clock: Clock) -> Scored:
+        """The next rollout, drawn now or ahead of its turn, and its rewards."""
+        drawn_before = self.queue.drawn
         with clock.phase("rollout"):
-            groups = self.parts.engine.generate(
-                [p.token_ids for p in prompts],
-                settings.sampling(seed=self.config.run.seed),
-                n=settings.group_size,
-                first_sample=self.step_index * total,
-                on_finish=on_finish,
+            rollout = self.queue.take(
+                version=self.parts.loaded.policy_version,
+                remaining=self.config.run.steps - self.step_index,
+                on_finish=lambda finished, total: self.console.phase("rollout", finished, total),
             )
-        _refuse_all_errors(groups)
+        drawn = [rollout, *self.queue.pending] if self.queue.drawn > drawn_before else []
         with clock.phase("reward"):
-            batch = RewardBatch.make(prompts, groups, self.parts.loaded.tokenizer)
+            batch = RewardBatch.make(rollout.prompts, rollout.groups, self.parts.loaded.tokenizer)
             rewards = self.parts.rewards.score(batch)
-        return Rollout(self.step_index, prompts, groups, batch.texts, rewards)
+        return Scored(rollout, batch.texts, rewards, sum(r.num_tokens for r in drawn))
 
-    def table(self, rollout: Rollout) -> tuple[TokenTable, Advantages, Tensor]:
+    def table(self, scored: Scored) -> tuple[TokenTable, Advantages, Tensor]:
         """The rollout's tokens with reference logprobs, where a KL wants them; advantages; the KL penalty [P, G]."""
-        algo, learner = self.config.algo, self.parts.learner
+        algo, learner, rollout = self.config.algo, self.parts.learner, scored.rollout
         table = make_table(
             [(prompt.token_ids, group) for prompt, group in zip(rollout.prompts, rollout.groups)],
             replay=self.config.rollout.sampling(seed=0).keep_sets,
@@ -168,10 +168,12 @@ class Trainer:
         )
         if self.parts.reference is not None:
             batches = learner.pack(table, list(range(len(table.trajectories))))
-            table.ref_logprobs = score(self.parts.reference, table, batches, temperature=learner.temperature)
-        penalty_PG = self.kl_penalty(rollout, table)
+            table.ref_logprobs = score(
+                self.parts.reference, table, batches, temperature=learner.temperature, who="the reference"
+            )
+        penalty_PG = self.kl_penalty(scored.rewards, table)
         advantages = group_advantages(
-            rollout.rewards.total - penalty_PG,
+            scored.rewards.total - penalty_PG,
             scale=algo.advantage_scale,
             std=algo.advantage_std,
             eps=algo.advantage_eps,
@@ -179,14 +181,14 @@ class Trainer:
         table.set_advantages(advantages.values_PG)
         return table, advantages, penalty_PG
 
-    def kl_penalty(self, rollout: Rollout, table: TokenTable) -> Tensor:
+    def kl_penalty(self, rewards: Rewards, table: TokenTable) -> Tensor:
         """float64 [P, G]: kl_in_reward times k1 = logprob - ref_logprob, summed over each completion; a constant.
 
         Both logprobs are the trainer's, by the same forward pass. The sampler's would leave its numeric noise in the
         reward, and a group's std scales noise up to advantages of size 1 where the true KL is 0.
         """
         learner, coefficient = self.parts.learner, self.config.algo.kl_in_reward
-        penalty_PG = torch.zeros_like(rollout.rewards.total)
+        penalty_PG = torch.zeros_like(rewards.total)
         if coefficient == 0.0:
             return penalty_PG
         assert table.ref_logprobs is not None
@@ -197,12 +199,35 @@ class Trainer:
             penalty_PG[trajectory.group, trajectory.member] = coefficient * k1_N[table.rows(i)].sum()
         return penalty_PG
 
+    def know_numerics(self, table: TokenTable) -> None:
+        """Before the first update of a run: how far sampler and trainer may differ here, and what dropout does.
+
+        Checkpoints keep the budget, so that a resumed run judges as the run before it did.
+        """
+        parts, learner, choices = self.parts, self.parts.learner, self.parts.choices
+        if learner.budget is None and "budget" in choices:
+            learner.budget = Budget.from_dict(choices["budget"])
+        if learner.budget is not None:
+            return
+        count = sum(start < CALIBRATION_TOKENS for start in table.starts[:-1])
+        some = [(t.prompt_ids, t.completion.token_ids) for t in table.trajectories[:count]]
+        budget = calibrate(
+            parts.loaded, some, temperature=learner.temperature, token_budget=self.config.optim.token_budget
+        )
+        learner.budget, choices["budget"] = budget, budget.as_dict()
+        self.console.say(budget.describe())
+        if parts.loaded.dropout > 0.0:
+            self.console.say(f"warning: {dropout_notice(learner, table)}")
+
     def step(self) -> Metrics:
         """One rollout and its updates; returns the step's metrics, which are also appended to the logs."""
         clock, start = Clock(), time.perf_counter()
-        rollout = self.rollout(clock)
+        scored = self.rollout(clock)
+        rollout = scored.rollout
         with clock.phase("update"):
-            table, advantages, penalty_PG = self.table(rollout)
+            table, advantages, penalty_PG = self.table(scored)
+            staleness = table.staleness(self.parts.loaded.policy_version)
+            self.know_numerics(table)
             done = run_updates(
                 self.parts.learner,
                 table,
@@ -212,7 +237,7 @@ class Trainer:
             )
         self.step_index += 1
         self.num_tokens += sum(len(t.prompt_ids) + t.num_tokens for t in table.trajectories)
-        rewards = rollout.rewards
+        rewards = scored.rewards
         metrics: Metrics = {
             "step": self.step_index,
             "num_tokens": self.num_tokens,
@@ -220,17 +245,18 @@ class Trainer:
             "policy_version": self.parts.loaded.policy_version,
             **reward_metrics(rewards.total, rewards.parts, advantages, rewards.failures),
             **completion_metrics(table, rollout.num_errors),
+            **staleness_metrics(staleness, self.queue.dropped),
             **self._update_metrics(done),
             "step_time": time.perf_counter() - start,
             **{f"time/{name}": seconds for name, seconds in clock.seconds.items()},
-            "tok_per_s": len(table.token_ids) / clock.seconds["rollout"],
+            "tok_per_s": scored.drawn_tokens / clock.seconds["rollout"] if scored.drawn_tokens else None,
         }
         if self.config.algo.kl_in_reward > 0.0:
             metrics["kl_penalty/mean"] = float(penalty_PG.mean())
         if torch.cuda.is_available():
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self.folder.metrics.write(metrics)
-        self._log_rollout(rollout, advantages.values_PG, penalty_PG)
+        self._log_rollout(scored, advantages.values_PG, penalty_PG)
         return metrics
 
     def _update_metrics(self, done: InnerLoop) -> Metrics:
@@ -241,6 +267,7 @@ class Trainer:
             "updates_skipped": done.skipped,
             "stopped_by_kl": done.stopped_by_kl,
             "kl_at_stop": done.kl_at_stop,
+            "over_numerics_budget": list(done.over_budget),
         }
         if self.config.algo.updates_per_rollout > 1:
             metrics["updates"] = done.updates
@@ -248,8 +275,8 @@ class Trainer:
             metrics["cispo_clip_ratio"] = metrics["clip_ratio/region_mean"]
         return metrics
 
-    def _log_rollout(self, rollout: Rollout, advantages_PG: Tensor, penalty_PG: Tensor) -> None:
-        rewards = rollout.rewards
+    def _log_rollout(self, scored: Scored, advantages_PG: Tensor, penalty_PG: Tensor) -> None:
+        rewards, rollout = scored.rewards, scored.rollout
         for p, (prompt, group) in enumerate(zip(rollout.prompts, rollout.groups)):
             for g, completion in enumerate(group):
                 record = {
@@ -257,7 +284,7 @@ class Trainer:
                     "group": p,
                     "sample": completion.sample,
                     "prompt": prompt.text,
-                    "completion": rollout.texts[p][g],
+                    "completion": scored.texts[p][g],
                     "token_ids": list(completion.token_ids),
                     "reward": _number(rewards.total[p, g]),
                     "rewards": {name: _number(part[p, g]) for name, part in rewards.parts.items()},
@@ -268,7 +295,7 @@ class Trainer:
                 }
                 self.folder.rollouts.write(record)
                 if p == 0 and g < self.config.run.log_completions:
-                    self.console.say(f"  {prompt.text!r} -> {rollout.texts[p][g]!r}  reward {record['reward']}")
+                    self.console.say(f"  {prompt.text!r} -> {scored.texts[p][g]!r}  reward {record['reward']}")
 
     # ------------------------------------------------------------------ the run
 
@@ -335,29 +362,8 @@ class Trainer:
             f"{config.algo.objective}, old logprobs: {learner.anchor}, {config.rollout.prompts_per_step} prompts x "
             f"{config.rollout.group_size} completions, {config.algo.updates_per_rollout} update(s) per rollout"
         )
-        objective = learner.objective
-        if objective.uses_bounds and not objective.ratio_min <= 1.0 <= objective.ratio_max:
-            say(
-                f"warning: the bounds [{objective.ratio_min:g}, {objective.ratio_max:g}] leave out a ratio of 1: every "
-                "on-policy token is clipped; ratio_min and ratio_max are values of the ratio, not distances from 1"
-            )
-        elif config.algo.updates_per_rollout == 1 and objective.uses_bounds:
-            say(
-                "note: one update per rollout is on-policy: the ratio is 1 up to numerics and clip cannot act; "
-                "num_iterations or minibatches_per_rollout above 1 bring it to life"
-            )
-        if config.rollout.truncation == "ignore" and config.rollout.sampling(seed=0).truncates:
-            say("note: truncation=ignore scores the full softmax although the kept set was sampled: biased")
-
-
-def _refuse_all_errors(groups: list[list[Completion]]) -> None:
-    """StepError when every completion ended in an error: the weights or the settings are beyond learning from."""
-    errors = [c.error for group in groups for c in group if c.finish_reason == "error"]
-    if errors and len(errors) == sum(map(len, groups)):
-        raise StepError(
-            f"rollout: all {len(errors)} completions ended in an error, the first: {errors[0]}. Go back to a "
-            "checkpoint with a lower lr, or check temperature and dtype"
-        )
+        for note in about_ratio(config, learner):
+            say(note)
 
 
 def _number(value: Tensor) -> float | None:

@@ -212,7 +212,10 @@ def test_choice_of_the_backend(fake_gpu: dict[str, Any]) -> None:
     fake_gpu["varlen"] = anything
     assert attention_backend("cuda", half) == "torch_varlen"
     assert attention_backend("cuda", half, softcap=30.0) == "sdpa"
+    assert attention_backend("cuda", half, dropout=0.1) == "sdpa"
     fake_gpu["flash"] = anything
+    assert attention_backend("cuda", half, dropout=0.1) == "flash_attn"
+    assert attention_backend("cuda", half, softcap=30.0, dropout=0.1) == "sdpa"
     assert attention_backend("cuda", half) == "flash_attn"
     assert attention_backend("cuda:1", torch.float16, softcap=30.0) == "flash_attn"
     assert attention_backend(torch.device("cuda"), half, sinks=torch.zeros(4)) == "sdpa"
@@ -298,9 +301,13 @@ def test_call_of_torch_varlen(
 
 
 @pytest.mark.parametrize("window", [None, 1, 4])
-@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize(("softcap", "dropout"), [(None, 0.0), (30.0, 0.0), (None, 0.1)])
 def test_call_of_flash_attn(
-    window: int | None, softcap: float | None, fake_gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    window: int | None,
+    softcap: float | None,
+    dropout: float,
+    fake_gpu: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The stand-in has flash-attn 2.8's signature; causal there means a right window of 0, and 0.0 no softcap."""
     calls = []
@@ -324,20 +331,19 @@ def test_call_of_flash_attn(
         block_table: Tensor | None = None,
     ) -> Tensor:
         assert causal
-        assert dropout_p == 0.0
         assert (max_seqlen_q, max_seqlen_k) == (7, 9)
         assert softmax_scale is not None
-        calls.append(softcap)
+        calls.append((softcap, dropout_p))
         return segments_by_window(q, k, v, cu_seqlens_q, cu_seqlens_k, (window_size[0], 0), softmax_scale)
 
     fake_gpu["flash"] = flash_attn_varlen_func
     monkeypatch.setattr(attention, "attention_backend", lambda *args, **kwargs: "flash_attn")
     lens_q, lens_k = (4, 1, 7), (9, 6, 7)
     qkv = random_qkv(lens_q, lens_k)
-    out = run(qkv, lens_q, lens_k, host=False, scale=0.4, window=window, softcap=softcap)
+    out = run(qkv, lens_q, lens_k, host=False, scale=0.4, window=window, softcap=softcap, dropout=dropout)
     truth = by_definition(*qkv, lens_q, lens_k, scale=0.4, window=window)
     assert (out - truth).abs().max() < 1e-13
-    assert calls == [softcap or 0.0]
+    assert calls == [(softcap or 0.0, dropout)]
     run(qkv, lens_q, lens_k, host=False, scale=0.4, backend="reference")
     assert len(calls) == 1, "backend='reference' must not reach flash-attn"
 

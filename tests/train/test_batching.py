@@ -8,6 +8,7 @@ import torch
 
 from rhotrain.rollout.completion import Completion
 from rhotrain.train.batching import MicroBatch, TokenTable, make_table, pack, token_weights
+from rhotrain.train.optim import StepError
 
 PROMPTS = ((11, 12, 13), (21,), (31, 32, 33, 34, 35))
 LENGTHS = ((4, 1, 2), (3, 3, 5), (1, 1, 1))
@@ -50,6 +51,39 @@ def test_rows_are_the_completion_tokens_in_order() -> None:
     assert made.sampling_logprobs.dtype == torch.float32
 
 
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, 0.01])
+def test_what_cannot_be_a_sampler_logprob_names_its_token(value: float) -> None:
+    data = groups()
+    data[1][1][2] = completion(5, 5, logprobs=(-0.1, -0.2, value, -0.3, -0.4))
+    with pytest.raises(
+        StepError, match=r"logprobs: the sampler gave .* token 2 of sample 5 \(prompt 1, completion 2\)"
+    ):
+        make_table(data)
+
+
+def test_positive_rounding_of_a_sampler_logprob_counts_as_zero() -> None:
+    data = groups()
+    data[0][1][0] = completion(4, 0, logprobs=(5e-5, -1.0, -1.0, -1.0))
+    assert float(make_table(data).sampling_logprobs[0]) == 0.0
+
+
+@pytest.mark.parametrize("value", [math.nan, 0.0, -0.5, 1.5])
+def test_what_cannot_be_a_kept_mass_names_its_token(value: float) -> None:
+    data = groups()
+    data[2][1][0] = completion(1, 6, kept_mass=(value,))
+    with pytest.raises(StepError, match=r"kept_mass: the sampler gave .* token 0 of sample 6"):
+        make_table(data)
+
+
+def test_staleness_and_the_trajectory_of_a_row() -> None:
+    data = groups()
+    data[0][1][1] = completion(1, 1, policy_version=2)
+    made = make_table(data)
+    assert made.staleness(5) == [5, 3, *[5] * 7]
+    ids = made.sequence_ids()
+    assert all(ids[made.rows(i)].tolist() == [i] * t.num_tokens for i, t in enumerate(made.trajectories))
+
+
 def test_completions_that_failed_are_left_out() -> None:
     data = groups()
     data[1][1][1] = completion(0, 4, finish_reason="error", error="too long")
@@ -82,8 +116,8 @@ def test_replay_renormalises_the_sampling_logprobs_over_the_kept_set() -> None:
 
 
 def test_rounding_cannot_make_a_sampling_logprob_positive() -> None:
-    one = completion(1, 0, logprobs=(-0.1,), kept_mass=(0.9,), kept_ids=((100,),))
-    made = make_table([((1,), [one])], replay=True)  # -0.1 - log 0.9 = +0.005
+    one = completion(1, 0, logprobs=(-0.1,), kept_mass=(math.exp(-0.10005),), kept_ids=((100,),))
+    made = make_table([((1,), [one])], replay=True)  # -0.1 - log kept_mass = +0.00005
     assert made.sampling_logprobs.tolist() == [0.0]
 
 

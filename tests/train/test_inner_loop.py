@@ -21,9 +21,10 @@ from helpers_train import (
 )
 
 from rhotrain.model.load import LoadedModel
+from rhotrain.train.budget import Budget
 from rhotrain.train.config import AlgoConfig, OptimConfig
 from rhotrain.train.inner_loop import InnerLoop, Learner, minibatch_plan, run_updates
-from rhotrain.train.optim import Optimizer
+from rhotrain.train.optim import Optimizer, StepError
 
 VOCAB_SIZE = 77
 SIGNAL = ((1.0, 0.0, 0.5, 2.0),) * 6
@@ -137,7 +138,7 @@ def test_several_updates_walk_away_from_the_old_policy() -> None:
     done = run(real_learner(loaded, algo, lr=2e-3), rollout)
     shares = [u["clip_ratio/region_mean"] for u in done.updates]
     spreads = [u["log_ratio/abs_max"] for u in done.updates]
-    kls = [u["approx_kl"] for u in done.updates]
+    kls = [u["approx_kl/k3"] for u in done.updates]
     assert len(done.updates) == 6 and done.skipped == 0 and not done.stopped_by_kl
     assert shares[0] == 0.0 and spreads[0] < 1e-4 and kls[0] < 1e-8
     assert all(s > 0 for s in shares[1:]) and shares[-1] > shares[1]
@@ -256,7 +257,7 @@ def test_early_stop_leaves_everything_and_skips_the_rest(stop_before: int) -> No
     loaded, rollout = start()
     free = real_learner(loaded, AlgoConfig(**options), lr=2e-3)
     states: list[list[Any]] = []
-    kls = [u["approx_kl"] for u in run(free, rollout, on_update=lambda k, n: states.append(snapshot(free))).updates]
+    kls = [u["approx_kl/k3"] for u in run(free, rollout, on_update=lambda k, n: states.append(snapshot(free))).updates]
     assert kls == sorted(kls) and kls[0] < 1e-8
     limit = (kls[stop_before - 1] + kls[stop_before]) / 2
     loaded, rollout = start()
@@ -292,7 +293,7 @@ def test_anchors_are_what_they_say(replay: bool) -> None:
         algo = AlgoConfig(old_logprobs=anchor, zero_variance="keep")  # type: ignore[arg-type]
         learner = make_learner(loaded, algo, temperature=1.3)
         tables[anchor] = rollout.table(algo, torch.float64)
-        learner.set_old_logprobs(tables[anchor])
+        learner.prepare(tables[anchor])
     assert tables["fresh"].old_logprobs is None
     sampler, trainer = tables["sampler"].old_logprobs, tables["trainer"].old_logprobs
     assert sampler is not None and trainer is not None
@@ -327,6 +328,89 @@ def test_the_trainer_anchor_is_taken_before_the_first_update_and_stays() -> None
 def test_auto_anchor(dtype: torch.dtype, updates: int, expected: str) -> None:
     learner = make_learner(tiny_model("llama", dtype=dtype), AlgoConfig(num_iterations=updates))
     assert learner.anchor == expected
+
+
+@pytest.mark.parametrize("objective", ["grpo", "cispo"])
+def test_fresh_anchors_give_the_bits_of_reinforce(objective: Any) -> None:
+    """exp(x - sg(x)) A, sg(1) A x and A x: the same derivative, here without any rounding between them."""
+    gradients = []
+    for kind in ("reinforce", objective):
+        loaded, model = model_pair("llama", torch.float32)
+        rollout = rollout_of(model, SIGNAL)
+        recorder = Recorder(loaded)
+        algo = AlgoConfig(old_logprobs="fresh", objective=kind)
+        run(make_learner(loaded, algo, optimizer=recorder), rollout)
+        gradients.append(recorder.taken[0])
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+# ---- the ratio of a sequence ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [10_000, 40], ids=["one batch", "many"])
+def test_a_sequence_ratio_is_one_number_per_completion(budget: int) -> None:
+    """GSPO: exp(mean log-ratio), whatever the micro-batches; its gradient against autograd on the formula."""
+    loaded, model = model_pair("llama", torch.float64)
+    rollout = rollout_of(model, SIGNAL)
+    algo = AlgoConfig(
+        old_logprobs="sampler", ratio_level="sequence", aggregation="sequence", clip_low=0.05, clip_high=0.1
+    )
+    recorder = Recorder(loaded)
+    done = run(make_learner(loaded, algo, optimizer=recorder, token_budget=budget), rollout)
+    real = [r for r in rollout.rows if r.length]
+    padded = padded_forward(model, real, temperature=1.0, vocab_size=VOCAB_SIZE, replay=False)
+    table = rollout.table(algo, torch.float64)
+    loss, ratios = torch.zeros((), dtype=torch.float64), []
+    for b, trajectory in enumerate(table.trajectories):
+        rows = table.rows(b)
+        log_ratio = (padded.logprobs[b, : trajectory.num_tokens] - table.sampling_logprobs[rows]).mean()
+        ratio, advantage = log_ratio.exp(), table.advantages[rows][0]
+        ratios.append(ratio.item())
+        loss = loss - torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.1) * advantage) / len(real)
+    model.zero_grad()
+    loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert whole_error(recorder.taken[0], expected) <= 1e-12
+    assert done.updates[0]["ratio/max"] == pytest.approx(max(ratios)) and max(ratios) > 1.1
+    assert done.updates[0]["ratio/min"] == pytest.approx(min(ratios)) and min(ratios) < 0.95
+
+
+# ---- sampler against trainer ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_difference_over_the_budget_is_told_or_stops_the_step(strict: bool) -> None:
+    """What the sampler reports is shifted; the policy has not moved."""
+
+    def start(spread: float) -> tuple[Learner, FakeRollout]:
+        loaded, model = model_pair("llama", torch.float32, initializer_range=0.1)
+        learner = real_learner(loaded, AlgoConfig(old_logprobs="sampler"), lr=1e-2, weight_decay=0.1)
+        learner.budget, learner.strict_ratio = Budget.starting(torch.float32), strict
+        return learner, rollout_of(model, SIGNAL, spread=spread)
+
+    learner, clean = start(spread=0.0)
+    done = run(learner, clean)
+    assert done.over_budget == () and len(done.updates) == 1
+    learner, shifted = start(spread=0.01)
+    before = snapshot(learner)
+    if strict:
+        with pytest.raises(StepError, match=r"strict_ratio: .*mean \|d\| .* exceeds 1e-05.*rhotrain audit"):
+            run(learner, shifted)
+        learner.optimizer.zero_grad()
+        assert unchanged(learner, before)
+    else:
+        done = run(learner, shifted)
+        assert len(done.over_budget) == 3 and len(done.updates) == 1
+
+
+def test_stale_rollouts_are_not_judged_by_the_numerics_budget() -> None:
+    loaded, model = model_pair("llama", torch.float32, initializer_range=0.1)
+    rollout = rollout_of(model, SIGNAL, spread=0.01)
+    learner = make_learner(loaded, AlgoConfig(old_logprobs="sampler"))
+    learner.budget, learner.strict_ratio = Budget.starting(torch.float32), True
+    loaded.policy_version = 3
+    done = run(learner, rollout)
+    assert done.over_budget == () and done.mismatch["sampling/k3"] > 1e-8
 
 
 def test_lengths_of_the_fake_rollout_cover_what_the_tests_claim() -> None:

@@ -174,3 +174,11 @@ def test_a_half_written_checkpoint_is_not_taken(tmp_path: Path, whole: Path) -> 
     (half / "trainer.pt").write_bytes(b"half")
     os.symlink(whole / "checkpoints" / f"step-{STEPS:06d}", tmp_path / "checkpoints" / f"step-{STEPS:06d}")
     assert latest_checkpoint(tmp_path).name == f"step-{STEPS:06d}"
+
+
+def test_a_checkpoint_of_an_earlier_version_says_how_to_go_on(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step-000001"
+    checkpoint.mkdir(parents=True)
+    torch.save({"step_index": 1}, checkpoint / "trainer.pt")
+    with pytest.raises(CheckpointError, match=r"has format 1, this version reads 2; .*--model .*step-000001/model"):
+        load_state(checkpoint)

@@ -304,7 +304,13 @@ def test_metrics_of_the_step_are_the_naive_ones() -> None:
         "clip_ratio/low_mean": low.double().mean(),
         "clip_ratio/high_mean": high.double().mean(),
         "clip_ratio/region_mean": (low | high).double().mean(),
-        "approx_kl": (ratio - 1 - ratio.log()).mean(),
+        "approx_kl/k1": -ratio.log().mean(),
+        "approx_kl/k3": (ratio - 1 - ratio.log()).mean(),
+        "log_ratio/mean": ratio.log().mean(),
+        "clip_ratio/low_negative": low[table.advantages < 0].double().mean(),
+        "clip_ratio/high_positive": high[table.advantages > 0].double().mean(),
+        "clip_ratio/low_positive": 0.0,
+        "clip_ratio/high_negative": 0.0,
         "kl": (d.exp() - d - 1).mean(),
         "entropy": truth.padded.entropy[truth.padded.mask].mean().detach(),
         "update_tokens": len(logprobs),
@@ -330,7 +336,9 @@ def test_a_logprob_that_is_not_finite_names_its_completion() -> None:
         loaded.model.get_parameter("model.norm.weight").fill_(float("nan"))
     results = TokenResults.empty(len(table.token_ids), table.dtype)
     table.old_logprobs = table.sampling_logprobs
-    with pytest.raises(StepError, match=r"logprobs: nan for token 0 of sample 4 \(prompt 1, completion 0\).*lower lr"):
+    with pytest.raises(
+        StepError, match=r"logprobs: the trainer gives nan for token 0 of sample 4 \(prompt 1, completion 0\).*lower lr"
+    ):
         run_batches(loaded, table, batches, weights, AlgoConfig().spec(), results, temperature=1.0)
     with pytest.raises(StepError, match="sample 4"):
         score(loaded, table, batches, temperature=1.0)

@@ -41,7 +41,11 @@ def run(folder: Path, *layers: dict[str, Any], **values: Any) -> list[dict[str, 
 
 
 def rows(result: RunResult) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    return rows_in(result.folder)
+
+
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("name", [name for name, p in PRESETS.items() if p.kind == "algorithm"])
@@ -103,12 +107,107 @@ def test_clip_comes_alive_after_the_first_update(tmp_path: Path) -> None:
     assert steps[0]["policy_version"] == 4
 
 
+def test_runs_resume_bit_for_bit_with_rollouts_ahead(tmp_path: Path) -> None:
+    """The checkpoint holds what was drawn ahead; between two draws the weights have moved on."""
+    values = {"steps": 7, "max_staleness": 4, "num_iterations": 2, "correction": "token_truncate", "save_every": 1}
+    whole = run(tmp_path / "whole", **values)
+    for stop in (1, 2, 5):
+        trainer = Trainer(config(tmp_path / str(stop), **values))
+        for _ in range(stop):
+            trainer.step()
+        assert len(trainer.queue.pending) == (3 - stop) % 3
+        trainer.save()
+        trainer.folder.close()
+        resumed = run(tmp_path / str(stop), **values, resume=True)
+        clocks = ("time/", "step_time", "tok_per_s")
+        assert [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in resumed] == [
+            {k: v for k, v in row.items() if not k.startswith(clocks)} for row in whole
+        ]
+    assert [row["staleness/max"] for row in whole] == [0, 2, 4, 0, 2, 4, 0]
+    assert [row["tok_per_s"] is None for row in whole] == [False, True, True, False, True, True, False]
+    fresh, stale = whole[0], whole[2]
+    assert fresh["sampling/sampling_logp_difference/max"] < 2e-5 < stale["sampling/sampling_logp_difference/mean"]
+    assert fresh["sampling/effective_sample_size"] > 0.9999 > stale["sampling/effective_sample_size"]
+    assert fresh["correction/share_cut"] == 0 and not any(row["over_numerics_budget"] for row in whole)
+    with pytest.raises(ConfigError, match="resume: steps was 7 and is now 9"):
+        Trainer(config(tmp_path / "whole", **{**values, "steps": 9}, resume=True))
+
+
+def test_a_sampler_with_other_weights_is_told_once_or_stops_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine samples with weights that nobody has synchronised; the version says that all is well."""
+    from rhotrain.model.load import load_model
+    from rhotrain.rollout.engine import Engine
+
+    for strict in (False, True):
+        trainer = Trainer(config(tmp_path / str(strict), steps=3, strict_ratio=strict))
+        forgotten = load_model("tiny-sums", device="cpu")
+        with torch.no_grad():
+            for parameter in forgotten.parameters():
+                parameter.mul_(1.001)
+        trainer.queue.engine = Engine(forgotten, num_pages=64)
+        if strict:
+            with pytest.raises(StepError, match=r"strict_ratio: .*rhotrain audit"):
+                trainer.run()
+            assert trainer.parts.loaded.policy_version == 0
+        else:
+            trainer.run()
+            out = capsys.readouterr().out
+            assert out.count("warning: sampler and trainer differ on the same weights") == 1
+            assert all(row["over_numerics_budget"] for row in rows_in(trainer.folder.path)[:1])
+        trainer.folder.close()
+
+
+def test_clean_runs_stay_within_the_numerics_budget(tmp_path: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        steps = run(tmp_path / dtype, dtype=dtype, strict_ratio=True, steps=4, temperature=0.7)
+        assert [step["over_numerics_budget"] for step in steps] == [[]] * 4
+        assert steps[0]["sampling/sampling_logp_difference/max"] > 0
+
+
+def test_dropout_by_name_spreads_the_ratio_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = run(tmp_path / "dropout", dropout=0.1, strict_ratio=True)
+    out = capsys.readouterr().out
+    assert "warning: dropout 0.1 alone, with no update of the policy, moves the log-ratio by" in out
+    # sampler and frozen trainer see no dropout: the numerics budget holds, and the ratio is off by itself
+    assert steps[0]["sampling/sampling_logp_difference/max"] < 2e-5
+    assert steps[0]["log_ratio/abs_max"] > 1e-3
+    clean = run(tmp_path / "clean")
+    assert clean[0]["log_ratio/abs_max"] < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({}, "note: one update per rollout: the ratio is 1 up to numerics and clip cannot act"),
+        ({"old_logprobs": "fresh"}, "note: one update per rollout: the ratio is 1 by construction"),
+        ({"top_k": 3, "num_iterations": 2}, "the ratio is conditional on the recorded sets"),
+        ({"top_k": 3, "truncation": "ignore"}, "warning: truncation=ignore scores the full softmax"),
+        (
+            {"max_staleness": 1},
+            "note: rollouts are up to 1 optimiser steps old at their first update; the ratio contains",
+        ),
+        ({"max_staleness": 1, "old_logprobs": "trainer"}, "nothing corrects for it: biased; set a correction"),
+        ({"max_staleness": 1, "correction": "sequence_mask"}, "correction sequence_mask weighs it"),
+    ],
+    ids=str,
+)
+def test_what_a_run_says_of_its_ratio(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], line: str
+) -> None:
+    train(config(tmp_path, values, steps=0))
+    out = capsys.readouterr().out
+    assert line in out
+    several_or_stale = "num_iterations" in values or values == {"max_staleness": 1}
+    assert out.count("clip cannot act") == (0 if several_or_stale else 1)
+
+
 def test_kl_in_reward_is_k1_of_each_completion_and_changes_the_advantages(tmp_path: Path) -> None:
     trainer = Trainer(config(tmp_path, kl_in_reward=0.5, steps=3, lr=5e-3))
     assert trainer.parts.reference is not None
     trainer.step()  # so that policy and reference differ
-    rollout = trainer.rollout(Clock())
-    table, _, penalty_PG = trainer.table(rollout)
+    table, _, penalty_PG = trainer.table(trainer.rollout(Clock()))
     assert table.ref_logprobs is not None and (penalty_PG != 0).all()
     for t in table.trajectories:
         ids = torch.tensor([t.prompt_ids + t.completion.token_ids])
@@ -208,6 +307,9 @@ def test_trl_metric_names_are_there(tmp_path: Path) -> None:
         *("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio", "grad_norm"),
         *("sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/max", "learning_rate"),
         *("time/rollout", "time/reward", "time/update", "tok_per_s", "ratio/mean", "log_ratio/abs_max"),
+        *("log_ratio/mean", "clip_ratio/low_positive", "clip_ratio/low_negative", "clip_ratio/high_positive"),
+        *("clip_ratio/high_negative", "approx_kl/k1", "approx_kl/k3", "sampling/k1", "sampling/k3", "kept_mass"),
+        *("sampling/effective_sample_size", "staleness/mean", "staleness/max", "staleness/dropped"),
     }
     assert names <= step.keys()
 

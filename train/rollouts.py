@@ -1,0 +1,137 @@
+"""Rollouts: drawn by the engine, kept in order until their turn.
+
+With max_staleness k and U updates per rollout, k // U rollouts are drawn ahead together with the one whose turn it is,
+in one call of the engine: longer batches decode more tokens per second, and a group's tail overlaps with other groups.
+The first of them is trained on fresh weights; the others are U, 2 U, ... updates old when their turn comes. A sample's
+random numbers depend on its number alone, so drawing ahead changes the weights that draw it and nothing else.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rhotrain.rollout.completion import Completion
+from rhotrain.rollout.engine import Engine
+from rhotrain.train.config import Config
+from rhotrain.train.data import EncodedPrompt, PromptStream
+from rhotrain.train.optim import StepError
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The completions of P prompts, [P][G]. index: counts the rollouts of a run. place: (epoch, position) of the stream
+    before its prompts were taken."""
+
+    index: int
+    place: tuple[int, int]
+    prompts: list[EncodedPrompt]
+    groups: list[list[Completion]]
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest version among its completions."""
+        return min(c.policy_version for group in self.groups for c in group)
+
+    @property
+    def num_errors(self) -> int:
+        """Completions that ended in an error of the engine."""
+        return sum(c.finish_reason == "error" for group in self.groups for c in group)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens."""
+        return sum(len(c.token_ids) for group in self.groups for c in group)
+
+
+@dataclass
+class RolloutQueue:
+    """Draws rollouts and hands them out oldest first.
+
+    drawn: rollouts drawn so far. dropped: those that were older than max_staleness when their turn came. pending: drawn
+    and not yet handed out.
+    """
+
+    config: Config
+    engine: Engine
+    stream: PromptStream
+    drawn: int = 0
+    dropped: int = 0
+    pending: deque[Rollout] = field(default_factory=deque)
+
+    def take(self, *, version: int, remaining: int, on_finish: Callable[[int, int], None] | None = None) -> Rollout:
+        """The next rollout. `version`: the policy version now; `remaining`: rollouts that the run still needs.
+
+        Draws when none is left: the one whose turn it is and those ahead, no more than `remaining`. Raises StepError
+        when every completion of a rollout ended in an error.
+        """
+        while self.pending and version - self.pending[0].policy_version > self.config.rollout.max_staleness:
+            self.pending.popleft()
+            self.dropped += 1
+        if not self.pending:
+            self._draw(max(1, min(1 + self.config.rollouts_ahead, remaining)), on_finish)
+        return self.pending.popleft()
+
+    def _draw(self, count: int, on_finish: Callable[[int, int], None] | None) -> None:
+        settings = self.config.rollout
+        width, size = settings.prompts_per_step, settings.group_size
+        places, prompts = [], []
+        for _ in range(count):
+            places.append((self.stream.epoch, self.stream.position))
+            prompts += self.stream.take(width)
+        finished = 0
+
+        def on_completion(prompt: int, member: int, completion: Completion) -> None:
+            nonlocal finished
+            finished += 1
+            if on_finish is not None:
+                on_finish(finished, len(prompts) * size)
+
+        groups = self.engine.generate(
+            [p.token_ids for p in prompts],
+            settings.sampling(seed=self.config.run.seed),
+            n=size,
+            first_sample=self.drawn * width * size,
+            on_finish=on_completion,
+        )
+        for k, place in enumerate(places):
+            here = slice(k * width, (k + 1) * width)
+            _refuse_all_errors(groups[here])
+            self.pending.append(Rollout(self.drawn, place, prompts[here], groups[here]))
+            self.drawn += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: counters, the stream's place before the pending rollouts, and their completions.
+
+        Prompts are not stored: the stream gives them again.
+        """
+        stream = self.stream.state_dict()
+        if self.pending:
+            stream["epoch"], stream["position"] = self.pending[0].place
+        return {
+            "drawn": self.drawn,
+            "dropped": self.dropped,
+            "stream": stream,
+            "pending": [[[asdict(c) for c in group] for group in rollout.groups] for rollout in self.pending],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken. Raises ConfigError when the prompts are others."""
+        self.stream.load_state_dict(state["stream"])
+        self.drawn, self.dropped = state["drawn"], state["dropped"]
+        self.pending.clear()
+        for k, groups in enumerate(state["pending"]):
+            index = self.drawn - len(state["pending"]) + k
+            place = (self.stream.epoch, self.stream.position)
+            completions = [[Completion(**values) for values in group] for group in groups]
+            self.pending.append(Rollout(index, place, self.stream.take(len(groups)), completions))
+
+
+def _refuse_all_errors(groups: list[list[Completion]]) -> None:
+    """StepError when every completion ended in an error: the weights or the settings are beyond learning from."""
+    errors = [c.error for group in groups for c in group if c.finish_reason == "error"]
+    if errors and len(errors) == sum(map(len, groups)):
+        raise StepError(
+            f"rollout: all {len(errors)} completions ended in an error, the first: {errors[0]}. Go back to a "
+            "checkpoint with a lower lr, or check temperature and dtype"
+        )
