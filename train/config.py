@@ -473,8 +473,8 @@ class Config:
             f"longer than the run: steps x num_iterations x minibatches_per_rollout = {self.total_updates}",
         )
         self._check_staleness()
-        if self.model.dtype == "bfloat16":  # with `auto` the learner asks, when the device has settled it
-            self.algo.anchor(exact=False)
+        # With dtype auto the device settles the precision, and `check_anchor` is asked again then.
+        self.check_anchor(exact=self.model.dtype != "bfloat16")
         longest = self.task.max_prompt_tokens + self.rollout.max_new_tokens
         need(
             self.optim.token_budget >= longest,
@@ -493,10 +493,14 @@ class Config:
             f"one rollout ahead is {updates} optimiser steps (num_iterations x minibatches_per_rollout) old when its "
             f"turn comes; need 0 or at least {updates}",
         )
+
+    def check_anchor(self, *, exact: bool) -> None:
+        """Refuse anchors that cannot be trusted; exact: the compute dtype is float32 or wider. Raises ConfigError."""
+        anchor = self.algo.anchor(exact=exact)
         need(
-            not (allowed and self.algo.old_logprobs == "fresh" and self.algo.correction == "none"),
+            not (self.rollouts_ahead and anchor == "fresh" and self.algo.correction == "none"),
             "old_logprobs",
-            self.algo.old_logprobs,
+            anchor,
             "with max_staleness the samples are of an older policy, and a ratio of 1 hides that; set a correction, for "
             "example sequence_mask, or use old_logprobs sampler, whose ratio contains it",
         )

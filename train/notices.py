@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 def about_ratio(config: Config, learner: "Learner") -> list[str]:
     """Notes and warnings, one line each."""
-    return [line for line in (_clip(config, learner), *_truncation(config), _staleness(config, learner)) if line]
+    lines = (_clip(config, learner), _anchor(learner), *_truncation(config), _staleness(config, learner))
+    return [line for line in lines if line]
 
 
 def _clip(config: Config, learner: "Learner") -> str:
@@ -34,6 +35,17 @@ def _clip(config: Config, learner: "Learner") -> str:
             "minibatches_per_rollout above 1 bring it to life"
         )
     return ""
+
+
+def _anchor(learner: "Learner") -> str:
+    exact = learner.loaded.dtype in (torch.float32, torch.float64)
+    if exact or learner.anchor != "sampler" or not learner.objective.uses_ratio:
+        return ""
+    name = str(learner.loaded.dtype).removeprefix("torch.")
+    return (
+        f"warning: old_logprobs=sampler in {name}: the rounding of the decode "
+        "path alone puts tokens outside the clip; trainer, or fresh with one update per rollout, is free of it"
+    )
 
 
 def _truncation(config: Config) -> list[str]:

@@ -218,6 +218,15 @@ def test_fresh_anchors_on_stale_samples_need_a_correction() -> None:
         Config(algo=AlgoConfig(old_logprobs="fresh"), rollout=stale)
     Config(algo=AlgoConfig(old_logprobs="fresh", correction="sequence_mask"), rollout=stale)
     Config(algo=AlgoConfig(old_logprobs="sampler"), rollout=stale)
+    # `auto` is fresh in half precision with one update per rollout
+    auto = Config(rollout=stale)
+    auto.check_anchor(exact=True)
+    for refused in (
+        lambda: auto.check_anchor(exact=False),
+        lambda: replace(auto, model=replace(auto.model, dtype="bfloat16")),
+    ):
+        with pytest.raises(ConfigError, match=r"old_logprobs: 'fresh' .* set a correction"):
+            refused()
 
 
 def test_staleness_that_holds_no_rollout_is_refused() -> None:
