@@ -259,15 +259,18 @@ def test_flags_that_would_do_nothing_are_refused() -> None:
         "kl_stop": build({}),
         "lr_final": build({}),
         "truncation": build({}),
+        "ratio_level": build({"objective": "reinforce"}),
+        "correction_min": build({}),
+        "correction_max": build({}),
     }
     awake = build(
-        {"beta": 0.1, "num_iterations": 2, "schedule": "linear", "top_k": 5},
+        {"beta": 0.1, "num_iterations": 2, "schedule": "linear", "top_k": 5, "correction": "sequence_mask"},
     )
     assert sleeping.keys() == ACTS_WHEN.keys()
     for name, config in sleeping.items():
         with pytest.raises(ConfigError, match=f"^{name}: "):
             check_flags_act(config, {name: 1})
-        acting = build({"objective": "cispo"}) if name.startswith("ratio") else awake
+        acting = build({"objective": "cispo"}) if name in ("ratio_min", "ratio_max") else awake
         check_flags_act(acting, {name: 1})
         check_flags_act(config, {})
 

@@ -394,7 +394,7 @@ def test_a_difference_over_the_budget_is_told_or_stops_the_step(strict: bool) ->
     learner, shifted = start(spread=0.01)
     before = snapshot(learner)
     if strict:
-        with pytest.raises(StepError, match=r"strict_ratio: .*mean \|d\| .* exceeds 1e-05.*rhotrain audit"):
+        with pytest.raises(StepError, match=r"strict_ratio: .*mean \|d\| .* exceeds 1\S*e-05.*rhotrain audit"):
             run(learner, shifted)
         learner.optimizer.zero_grad()
         assert unchanged(learner, before)
