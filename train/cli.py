@@ -1,7 +1,7 @@
 """`rhotrain COMMAND ...`: finds the command and turns mistakes into one message and exit code 2.
 
-Exit codes: 0 done, 1 doctor found a problem or a run met numbers that must not reach the weights, 2 a wrong input,
-130 stopped by Ctrl-C, 141 the reader of a pipe has gone.
+Exit codes: 0 done, 1 doctor found a problem, audit a cause, or a run met numbers that must not reach the weights, 2 a
+wrong input, 130 stopped by Ctrl-C, 141 the reader of a pipe has gone.
 With RHOTRAIN_DEBUG=1 a wrong input shows its traceback as well. Imports no torch, so that `--help` is fast.
 """
 

@@ -2,13 +2,14 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rhotrain.rollout.completion import SamplingParams
-from rhotrain.train.config import ConfigError, EvalConfig, ModelConfig, RewardConfig, TaskConfig
+from rhotrain.train.config import Config, ConfigError, EvalConfig, ModelConfig, RewardConfig, TaskConfig
 from rhotrain.train.flags import Command, Extra, Parsed, parse
 from rhotrain.train.presets import describe
 from rhotrain.train.settings import Layer, Source, resolve, settings, to_toml
@@ -16,6 +17,8 @@ from rhotrain.train.settings import Layer, Source, resolve, settings, to_toml
 if TYPE_CHECKING:
     from rhotrain.model.loaded import LoadedModel
     from rhotrain.rollout.engine import Engine
+    from rhotrain.train.audit import Audit
+    from rhotrain.train.foreign import ForeignAudit
 
 JSON = Extra(name="json", kind=bool, default=False, help="Print one JSON object instead of text.")
 MODEL_FIELDS = ("model", "dtype", "device")
@@ -64,6 +67,25 @@ SAMPLE = Command(
         JSON,
     ),
     files=False,
+)
+AUDIT = Command(
+    name="audit",
+    summary="Find out whether the ratio moves for another reason than the policy. Trains nothing, writes nothing.",
+    extras=(
+        Extra(name="groups", kind=int, default=0, help="Prompts to sample; 0 takes 4, or what minibatches need."),
+        Extra(name="updates", kind=int, default=4, help="Real updates for the rows of policy movement; 0 takes none."),
+        JSON,
+        Extra(name="logprobs", kind=str, default="", metavar="FILE", help="Audit any engine's: a JSONL file instead."),
+        Extra(name="server", kind=str, default="", metavar="URL", help="Audit what a running server reports instead."),
+        Extra(name="server_kind", kind=str, default="auto", help="auto, sglang (/generate), vllm (/v1/completions)."),
+        Extra(
+            name="earlier",
+            kind=tuple[str, ...],
+            default=(),
+            help="Model or step folders that a file's or a server's logprobs may stem from.",
+            metavar="[FOLDER ...]",
+        ),
+    ),
 )
 DOCTOR = Command(
     name="doctor",
@@ -117,6 +139,76 @@ def presets(argv: Sequence[str]) -> int:
     names = parse(PRESETS, argv).extras["names"]
     print("\n\n".join(describe(name) for name in names) if names else describe())
     return 0
+
+
+# -------------------------------------------------------------------------------------------------------------- audit
+
+
+def audit(argv: Sequence[str]) -> int:
+    """`rhotrain audit`: 0 when a ratio other than 1 is the policy's doing, 1 when another cause was found."""
+    from rhotrain.train.checks import check_before_loading, check_flags_act
+
+    parsed = parse(AUDIT, argv)
+    config = parsed.config()
+    foreign = _check_audit(config, parsed.extras)
+    bounds = ("clip_low", "clip_high", "ratio_min", "ratio_max")  # the table shows both objectives'
+    check_flags_act(config, {name: value for name, value in parsed.given.items() if name not in bounds})
+    if not parsed.extras["logprobs"]:  # a file needs neither task nor lengths
+        check_before_loading(config, parsed.layer)
+    done = _audit_foreign(config, parsed) if foreign else _audit_ours(config, parsed)
+    from rhotrain.train.audit_report import report
+
+    print(report(done, as_json=parsed.extras["json"]))
+    return done.exit_code
+
+
+def _check_audit(config: Config, extras: dict[str, Any]) -> bool:
+    """Refuse flags of the audit that contradict each other; True for an audit of foreign logprobs."""
+    file, url, kind = extras["logprobs"], extras["server"], extras["server_kind"]
+    if config.run.resume:
+        raise ConfigError("resume: an audit resumes nothing; name the weights with model, for example a step's folder")
+    if file and url:
+        raise ConfigError(f"server: {url!r} does not go with logprobs {file!r}; audit one of them at a time")
+    if kind not in ("auto", "sglang", "vllm"):
+        raise ConfigError(f"server_kind: {kind!r} does not work; need auto, sglang or vllm")
+    if kind != "auto" and not url:
+        raise ConfigError(f"server_kind: {kind!r} has no effect without server; name its address")
+    if extras["earlier"] and not (file or url):
+        raise ConfigError(
+            "earlier: has no effect without logprobs or server; our own engine samples with these weights"
+        )
+    return bool(file or url)
+
+
+def _audit_ours(config: Config, parsed: Parsed) -> "Audit":
+    from rhotrain.train.audit import audit as run_audit
+    from rhotrain.train.audit import narrowed
+    from rhotrain.train.setup import build
+
+    narrow = narrowed(config, parsed.extras["groups"])
+    parts = build(narrow)
+    try:
+        return run_audit(narrow, parts, updates=parsed.extras["updates"], say=_progress)
+    finally:
+        parts.rewards.close()
+
+
+def _progress(text: str) -> None:
+    print(f"audit: {text}", file=sys.stderr, flush=True)
+
+
+def _audit_foreign(config: Config, parsed: Parsed) -> "ForeignAudit":
+    from rhotrain.train.audit import narrowed
+    from rhotrain.train.foreign import audit_records, earlier_weights, server_records
+    from rhotrain.train.records import read_records
+
+    extras, narrow = parsed.extras, narrowed(config, parsed.extras["groups"])
+    file, url = extras["logprobs"], extras["server"]
+    records = read_records(file) if file else []
+    loaded = _load(parsed.layer, config.task)
+    if url:
+        records = server_records(narrow, loaded, url, extras["server_kind"])
+    return audit_records(narrow, loaded, records, file or url, earlier_weights(extras["earlier"], loaded))
 
 
 # ------------------------------------------------------------------------------------------------------ eval, sample
@@ -299,6 +391,7 @@ COMMANDS: dict[str, Entry] = {
     "train": Entry(TRAIN, train),
     "eval": Entry(EVAL, evaluate),
     "sample": Entry(SAMPLE, sample),
+    "audit": Entry(AUDIT, audit),
     "doctor": Entry(DOCTOR, doctor),
     "presets": Entry(PRESETS, presets),
 }
