@@ -13,9 +13,10 @@ from torch import Tensor
 
 from rhotrain.model.load import LoadedModel
 from rhotrain.rollout.completion import Completion
+from rhotrain.rollout.replay import Pair
 from rhotrain.train.advantages import group_advantages
 from rhotrain.train.batching import TokenTable, make_table
-from rhotrain.train.budget import Budget, Difference, calibrate
+from rhotrain.train.budget import Budget, Difference, calibrate, excerpt
 from rhotrain.train.causes import (
     CAUSES,
     Bounds,
@@ -244,10 +245,9 @@ def _judge_numerics(
 
 def some(
     sequences: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Completions spread over the whole list, of about CALIBRATION_TOKENS tokens, at least one."""
-    tokens = sum(len(ids) for _, ids in sequences)
-    return list(sequences[:: max(1, round(tokens / CALIBRATION_TOKENS))])
+) -> list[Pair]:
+    """What the numerics budget is measured on."""
+    return excerpt(sequences, tokens=CALIBRATION_TOKENS)
 
 
 def scoring_of(config: Config) -> Scoring:
@@ -313,7 +313,7 @@ def _movement(
 
 def _staleness_counts(config: Config, learner: Learner) -> bool:
     """Whether staleness biases: not when sampler anchors hold it in the ratio, nor when a correction weighs it."""
-    return config.algo.correction == "none" and learner.anchor != "sampler"
+    return config.algo.correction == "none" and not learner.ratio_holds_movement
 
 
 def _contained(config: Config, learner: Learner, chain: Chain) -> str:
@@ -321,7 +321,9 @@ def _contained(config: Config, learner: Learner, chain: Chain) -> str:
     if not chain.present("staleness") or _staleness_counts(config, learner):
         return ""
     how = (
-        "sampler anchors hold it in the ratio" if learner.anchor == "sampler" else f"{config.algo.correction} weighs it"
+        "sampler anchors hold it in the ratio"
+        if learner.ratio_holds_movement
+        else f"{config.algo.correction} weighs it"
     )
     return f"staleness was asked for, and {how}"
 

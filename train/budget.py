@@ -177,6 +177,13 @@ def packed_difference(
     return Difference.of(logprobs.double() - table.sampling_logprobs.double())
 
 
+def excerpt(sequences: Sequence[Pair], *, tokens: int, longest: int = 64) -> list[Pair]:
+    """Completions spread over all of `sequences`, each cut to its first `longest` tokens, about `tokens` in all and at
+    least one: a decode path that runs token by token should not run to the end of long completions."""
+    cut = [(prompt, ids[:longest]) for prompt, ids in sequences if len(ids)]
+    return cut[:: max(1, round(sum(len(ids) for _, ids in cut) / tokens))]
+
+
 def _groups(
     prompts: Sequence[tuple[int, ...]], completions: Iterable[Completion]
 ) -> list[tuple[tuple[int, ...], list[Completion]]]:

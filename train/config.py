@@ -271,7 +271,7 @@ class AlgoConfig:
 
     def _check_correction(self) -> None:
         need(
-            not (self.correction != "none" and self.old_logprobs == "sampler"),
+            not (self.correction != "none" and self.old_logprobs == "sampler" and self.objective != "reinforce"),
             "correction",
             self.correction,
             "with old_logprobs = sampler the ratio contains w already, and it would count twice; "
@@ -473,6 +473,13 @@ class Config:
             f"longer than the run: steps x num_iterations x minibatches_per_rollout = {self.total_updates}",
         )
         self._check_staleness()
+        need(
+            not (self.algo.kl_stop > 0 and self.model.dropout > 0),
+            "kl_stop",
+            self.algo.kl_stop,
+            "dropout alone moves the KL between old and current policy, and would stop every rollout; "
+            "set dropout or kl_stop to 0",
+        )
         # With dtype auto the device settles the precision, and `check_anchor` is asked again then.
         self.check_anchor(exact=self.model.dtype != "bfloat16")
         longest = self.task.max_prompt_tokens + self.rollout.max_new_tokens
@@ -503,6 +510,13 @@ class Config:
             anchor,
             "with max_staleness the samples are of an older policy, and a ratio of 1 hides that; set a correction, for "
             "example sequence_mask, or use old_logprobs sampler, whose ratio contains it",
+        )
+        need(
+            not (self.rollouts_ahead and self.algo.objective == "reinforce" and self.algo.correction == "none"),
+            "correction",
+            self.algo.correction,
+            "reinforce has no ratio, so with max_staleness nothing accounts for the older policy of the samples; set a "
+            "correction, for example sequence_truncate, or max_staleness 0",
         )
 
     @property

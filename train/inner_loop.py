@@ -73,6 +73,11 @@ class Learner:
         return pack(table, trajectories, token_budget=self.optim.token_budget, share_prompts=self.optim.share_prompts)
 
     @property
+    def ratio_holds_movement(self) -> bool:
+        """Whether the policy term's ratio contains the movement of the policy since stale samples were drawn."""
+        return self.anchor == "sampler" and self.objective.kind != "reinforce"
+
+    @property
     def scores_frozen(self) -> bool:
         """Whether a rollout is scored under the frozen weights before its first update."""
         return self.anchor == "trainer" or self.algo.correction != "none" or self.loaded.dropout > 0.0
@@ -161,12 +166,13 @@ def run_updates(
     plan = minibatch_plan(num_groups, learner.algo, seed=learner.seed, rollout_index=rollout_index)
     done = InnerLoop()
     prepared = learner.prepare(table)
+    if prepared.frozen is not None and prepared.running:
+        _compare(learner, table, prepared.frozen, prepared.running, prepared, done)
     for index, groups in enumerate(plan):
         chosen = set(groups)
         members = [i for i, t in enumerate(table.trajectories) if t.group in chosen]
         running = [i for i in members if learner.runs(table, i)]
-        # asked of the rows that run: a group's advantages may all sit on completions that are masked or left out
-        signal = learner.other_loss_terms or any(table.advantages[table.starts[i]] != 0 for i in running)
+        signal = learner.other_loss_terms or any(_has_signal(table, i) for i in running)
         if not running or not signal:
             done.skipped += 1
             continue
@@ -187,7 +193,7 @@ def run_updates(
             temperature=learner.temperature,
         )
         if not done.mismatch:
-            _compare(learner, table, prepared, results, done)
+            _compare(learner, table, results.logprobs, running, prepared, done)
         if 0.0 < learner.algo.kl_stop < approximate_kl(table, results):
             learner.optimizer.zero_grad()
             done.stopped_by_kl, done.kl_at_stop = True, approximate_kl(table, results)
@@ -204,12 +210,18 @@ def run_updates(
     return done
 
 
-def _compare(learner: Learner, table: TokenTable, prepared: Prepared, results: TokenResults, done: InnerLoop) -> None:
+def _has_signal(table: TokenTable, trajectory: int) -> bool:
+    """Whether a policy term is left: a group's advantages may all sit on completions that are masked or left out, and a
+    correction may have cut what is left."""
+    rows = table.rows(trajectory)
+    term = table.advantages[rows] if table.importance is None else table.advantages[rows] * table.importance[rows]
+    return bool((term != 0).any())
+
+
+def _compare(
+    learner: Learner, table: TokenTable, logprobs: Tensor, trajectories: list[int], prepared: Prepared, done: InnerLoop
+) -> None:
     """Sampler against trainer before any update, of the whole rollout where it was scored, else the first minibatch."""
-    logprobs, trajectories = prepared.frozen, prepared.running
-    if logprobs is None:
-        logprobs = results.logprobs
-        trajectories = [i for i in prepared.running if bool(results.ran[table.starts[i]])]
     rows = torch.cat([torch.arange(table.starts[i], table.starts[i + 1]) for i in trajectories])
     difference = Difference.of((logprobs - table.sampling_logprobs)[rows])
     done.over_budget = learner.check_numerics(table, difference)

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rhotrain.train.causes import Bounds, Effect, logprobs
 from rhotrain.train.config import Config
-from rhotrain.train.step import score
 
 if TYPE_CHECKING:
     from rhotrain.train.batching import TokenTable
@@ -27,24 +27,36 @@ def _clip(config: Config, learner: "Learner") -> str:
             f"warning: the bounds [{objective.ratio_min:g}, {objective.ratio_max:g}] leave out a ratio of 1: every "
             "on-policy token is clipped; ratio_min and ratio_max are values of the ratio, not distances from 1"
         )
-    on_policy = config.algo.updates_per_rollout == 1 and config.rollout.max_staleness == 0
-    if config.algo.updates_per_rollout == 1 and (on_policy or learner.anchor != "sampler"):
-        by = "by construction" if learner.anchor == "fresh" else "up to numerics"
-        return (
-            f"note: one update per rollout: the ratio is 1 {by} and clip cannot act; num_iterations or "
-            "minibatches_per_rollout above 1 bring it to life"
-        )
-    return ""
+    exact = learner.loaded.dtype in (torch.float32, torch.float64)
+    moves_otherwise = learner.loaded.dropout > 0.0 or (
+        learner.anchor == "sampler" and (config.rollouts_ahead or not exact)
+    )
+    if config.algo.updates_per_rollout > 1 or (learner.anchor != "fresh" and moves_otherwise):
+        return ""
+    by = "by construction" if learner.anchor == "fresh" else "up to numerics"
+    return (
+        f"note: one update per rollout: the ratio is 1 {by} and clip cannot act; num_iterations or "
+        "minibatches_per_rollout above 1 bring it to life"
+    )
 
 
 def _anchor(learner: "Learner") -> str:
+    objective = learner.objective
+    if objective.kind == "reinforce":
+        if learner.algo.updates_per_rollout == 1:
+            return ""
+        return (
+            "warning: reinforce has no ratio: the updates after a rollout's first are off-policy, and nothing limits "
+            "or weighs them; grpo, cispo and sapo do"
+        )
     exact = learner.loaded.dtype in (torch.float32, torch.float64)
-    if exact or learner.anchor != "sampler" or not learner.objective.uses_ratio:
+    if exact or learner.anchor != "sampler":
         return ""
     name = str(learner.loaded.dtype).removeprefix("torch.")
+    does = "alone puts tokens outside the clip" if objective.kind == "grpo" else "is in every ratio"
     return (
-        f"warning: old_logprobs=sampler in {name}: the rounding of the decode "
-        "path alone puts tokens outside the clip; trainer, or fresh with one update per rollout, is free of it"
+        f"warning: old_logprobs=sampler in {name}: the rounding of the decode path {does}; trainer, or fresh with one "
+        "update per rollout, is free of it"
     )
 
 
@@ -68,32 +80,30 @@ def _staleness(config: Config, learner: "Learner") -> str:
     if not config.rollouts_ahead:
         return ""
     oldest = config.rollouts_ahead * config.algo.updates_per_rollout
-    contained = {
-        "sampler": "the ratio contains the movement since then",
-        "trainer": "the ratio does not contain that movement",
-        "fresh": "the ratio is 1",
-    }[learner.anchor]
+    contained = (
+        "the ratio contains the movement since then"
+        if learner.ratio_holds_movement
+        else "the ratio does not contain that"
+    )
     text = f"rollouts are up to {oldest} optimiser steps old at their first update; {contained}"
+    if config.algo.kl_stop > 0.0 and learner.ratio_holds_movement:
+        text += ", and kl_stop counts it"
     if config.algo.correction != "none":
         return f"note: {text}, correction {config.algo.correction} weighs it"
-    if learner.anchor == "sampler":
+    if learner.ratio_holds_movement:
         return f"note: {text}"
     return f"warning: {text} and nothing corrects for it: biased; set a correction, for example sequence_mask"
 
 
-@torch.no_grad()
 def dropout_notice(learner: "Learner", table: "TokenTable") -> str:
     """What the model's dropout does to the ratio of these samples, with no update of the policy."""
-    loaded, algo = learner.loaded, learner.algo
-    batches = learner.pack(table, list(range(len(table.trajectories))))
-    plain = score(loaded, table, batches, temperature=learner.temperature)
-    with loaded.with_dropout():
-        noisy = score(loaded, table, batches, temperature=learner.temperature)
-    log_ratio = (noisy - plain).double()
-    ratio = log_ratio.exp()
-    outside = ((ratio < 1 - algo.clip_low) | (ratio > 1 + algo.clip_high)).double().mean()
+    loaded, bounds = learner.loaded, Bounds.of(learner.algo)
+    plain = logprobs(learner, table, temperature=learner.temperature)
+    noisy = logprobs(learner, table, temperature=learner.temperature, dropout=loaded.dropout, seed=learner.seed)
+    effect = Effect.of("dropout", noisy - plain, table, bounds)
     return (
-        f"dropout {loaded.dropout:g} alone, with no update of the policy, moves the log-ratio by "
-        f"{float(log_ratio.abs().mean()):.3g} on average and {float(log_ratio.abs().max()):.3g} at most and puts "
-        f"{100 * float(outside):.1f} % of the tokens outside [{1 - algo.clip_low:g}, {1 + algo.clip_high:g}]"
+        f"dropout {loaded.dropout:g} alone, with no update of the policy, moves the log-ratio by {effect.mean_abs:.3g} "
+        f"on average and {effect.max_abs:.3g} at most; {100 * effect.clip:.1f} % of the ratios lie outside "
+        f"[{bounds.clip_low:g}, {bounds.clip_high:g}] (grpo's clip), {100 * effect.clamp:.1f} % above {bounds.clamp:g} "
+        "(cispo's clamp)"
     )

@@ -8,7 +8,7 @@ random numbers depend on its number alone, so drawing ahead changes the weights 
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rhotrain.rollout.completion import Completion
@@ -112,7 +112,7 @@ class RolloutQueue:
             "drawn": self.drawn,
             "dropped": self.dropped,
             "stream": stream,
-            "pending": [[[asdict(c) for c in group] for group in rollout.groups] for rollout in self.pending],
+            "pending": [[[_values(c) for c in group] for group in rollout.groups] for rollout in self.pending],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -125,6 +125,11 @@ class RolloutQueue:
             place = (self.stream.epoch, self.stream.position)
             completions = [[Completion(**values) for values in group] for group in groups]
             self.pending.append(Rollout(index, place, self.stream.take(len(groups)), completions))
+
+
+def _values(completion: Completion) -> dict[str, Any]:
+    """Its fields, not copied as `asdict` would: tokens may share one kept set of the size of the vocabulary."""
+    return {f.name: getattr(completion, f.name) for f in fields(completion)}
 
 
 def _refuse_all_errors(groups: list[list[Completion]]) -> None:

@@ -14,7 +14,7 @@ from rhotrain.model.load import save_model
 from rhotrain.rollout.completion import SamplingParams
 from rhotrain.train.advantages import Advantages, group_advantages
 from rhotrain.train.batching import TokenTable, make_table
-from rhotrain.train.budget import Budget, calibrate
+from rhotrain.train.budget import Budget, calibrate, excerpt
 from rhotrain.train.checkpoint import (
     MODEL_FOLDER,
     latest_checkpoint,
@@ -40,8 +40,8 @@ from rhotrain.train.run_folder import RunFolder
 from rhotrain.train.setup import Parts, build
 from rhotrain.train.step import score
 
-CALIBRATION_TOKENS = 128
-"""Completion tokens of the first rollout, about, on which the numerics budget is measured: a second with SmolLM2."""
+CALIBRATION_TOKENS = 256
+"""Completion tokens of the first rollout, about, on which the numerics budget is measured: seconds with SmolLM2."""
 
 EVAL_SEED_OFFSET = 1 << 32
 """Evaluation draws from another key than training, so that evaluating more or less often changes no training sample."""
@@ -209,10 +209,12 @@ class Trainer:
             learner.budget = Budget.from_dict(choices["budget"])
         if learner.budget is not None:
             return
-        count = sum(start < CALIBRATION_TOKENS for start in table.starts[:-1])
-        some = [(t.prompt_ids, t.completion.token_ids) for t in table.trajectories[:count]]
+        whole = [(t.prompt_ids, t.completion.token_ids) for t in table.trajectories]
         budget = calibrate(
-            parts.loaded, some, temperature=learner.temperature, token_budget=self.config.optim.token_budget
+            parts.loaded,
+            excerpt(whole, tokens=CALIBRATION_TOKENS, longest=CALIBRATION_TOKENS // 8),
+            temperature=learner.temperature,
+            token_budget=self.config.optim.token_budget,
         )
         learner.budget, choices["budget"] = budget, budget.as_dict()
         self.console.say(budget.describe())

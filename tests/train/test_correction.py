@@ -174,6 +174,25 @@ def test_double_counting_is_refused() -> None:
         AlgoConfig(old_logprobs="sampler", correction="token_mask")
 
 
+def test_reinforce_has_no_ratio_that_could_hold_the_age_of_its_samples() -> None:
+    """Sampler anchors change nothing for it: stale samples need a correction, which counts once."""
+    stale = RolloutConfig(max_staleness=2)
+    with pytest.raises(ConfigError, match=r"correction: 'none' .* reinforce has no ratio"):
+        Config(algo=AlgoConfig(objective="reinforce"), rollout=stale)
+    for anchor in ("sampler", "trainer", "auto"):
+        algo = AlgoConfig(objective="reinforce", correction="sequence_truncate", old_logprobs=anchor)
+        Config(algo=algo, rollout=stale)
+    loaded, _ = model_pair("llama", torch.float32)
+    assert make_learner(loaded, AlgoConfig(old_logprobs="sampler")).ratio_holds_movement
+    assert not make_learner(loaded, AlgoConfig(old_logprobs="trainer")).ratio_holds_movement
+    assert not make_learner(loaded, AlgoConfig(objective="reinforce", old_logprobs="sampler")).ratio_holds_movement
+
+
+def test_kl_stop_and_dropout_are_refused_together() -> None:
+    with pytest.raises(ConfigError, match=r"kl_stop: 0.02 .* dropout alone moves the KL"):
+        Config(algo=AlgoConfig(kl_stop=0.02, num_iterations=2), model=replace(Config().model, dropout=0.1))
+
+
 def test_auto_anchors_make_room_for_a_correction() -> None:
     assert AlgoConfig(correction="token_mask").anchor(exact=True) == "fresh"
     assert AlgoConfig(correction="token_mask", num_iterations=2).anchor(exact=True) == "trainer"

@@ -229,6 +229,27 @@ def test_a_rollout_of_errors_only_is_skipped() -> None:
     assert run(learner, replace(rollout, rows=failed)).skipped == 1
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_minibatch_that_the_correction_cut_whole_takes_no_step(level: str) -> None:
+    """Every weight is 0: a step with a gradient of 0 would still move the weights by Adam's momentum."""
+    loaded, model = model_pair("llama", torch.float32)
+    algo = AlgoConfig(old_logprobs="trainer", correction=f"{level}_mask", correction_min=1.0, correction_max=1.0 + 1e-6)  # type: ignore[arg-type]
+    learner = moved_learner(loaded, model, AlgoConfig(old_logprobs="trainer"))
+    learner.algo = algo
+    before = snapshot(learner)
+    done = run(learner, rollout_of(model, SIGNAL, spread=0.5))
+    assert done.mismatch["correction/share_cut"] == 1.0
+    assert done.skipped == 1 and not done.updates
+    assert unchanged(learner, before)
+
+
+def test_the_frozen_scores_are_compared_although_every_minibatch_is_skipped() -> None:
+    loaded, model = model_pair("llama", torch.float32)
+    learner = make_learner(loaded, AlgoConfig(old_logprobs="trainer", zero_variance="keep"))
+    done = run(learner, rollout_of(model, SILENT, spread=0.0))
+    assert done.skipped == 1 and done.mismatch["sampling/k3"] < 1e-8
+
+
 def test_a_gradient_that_is_not_finite_stops_the_run_and_leaves_the_weights() -> None:
     """A finite loss and an infinite gradient: float32 overflows in the backward pass."""
     loaded, model = model_pair("llama", torch.float32)

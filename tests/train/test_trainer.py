@@ -190,6 +190,12 @@ def test_dropout_by_name_spreads_the_ratio_and_says_so(tmp_path: Path, capsys: p
         ),
         ({"max_staleness": 1, "old_logprobs": "trainer"}, "nothing corrects for it: biased; set a correction"),
         ({"max_staleness": 1, "correction": "sequence_mask"}, "correction sequence_mask weighs it"),
+        ({"max_staleness": 2, "num_iterations": 2, "kl_stop": 0.1}, "and kl_stop counts it"),
+        ({"dropout": 0.1}, "note: dropout 0.1 in the current policy's forward only"),
+        ({"dropout": 0.1, "old_logprobs": "fresh"}, "the ratio is 1 by construction"),
+        ({"dtype": "bfloat16", "old_logprobs": "sampler"}, "warning: old_logprobs=sampler in bfloat16: the rounding"),
+        ({"dtype": "bfloat16"}, "the ratio is 1 by construction"),
+        ({"objective": "reinforce", "num_iterations": 2}, "warning: reinforce has no ratio"),
     ],
     ids=str,
 )
@@ -199,8 +205,12 @@ def test_what_a_run_says_of_its_ratio(
     train(config(tmp_path, values, steps=0))
     out = capsys.readouterr().out
     assert line in out
-    several_or_stale = "num_iterations" in values or values == {"max_staleness": 1}
-    assert out.count("clip cannot act") == (0 if several_or_stale else 1)
+    moves = (
+        "num_iterations" in values
+        or values in ({"max_staleness": 1}, {"dropout": 0.1})
+        or values == {"dtype": "bfloat16", "old_logprobs": "sampler"}
+    )
+    assert out.count("clip cannot act") == (0 if moves else 1)
 
 
 def test_kl_in_reward_is_k1_of_each_completion_and_changes_the_advantages(tmp_path: Path) -> None:
