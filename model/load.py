@@ -95,7 +95,10 @@ def adopt_model(
             f"{spec}: its tokenizer has {len(tokenizer)} ids, but the model embeds {embedded}; the two do not fit"
         )
     asked = config_dropout.describe()
-    dropout_notes = (f"dropout set to 0 (asked for: {asked})",) if asked else ()
+    instead = (
+        f"the configuration's dropout is not used ({asked})" if dropout else f"dropout set to 0 (asked for: {asked})"
+    )
+    dropout_notes = (instead,) if asked else ()
     loaded = LoadedModel(
         model=model,
         tokenizer=tokenizer,

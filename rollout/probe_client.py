@@ -151,8 +151,8 @@ class _Server:
             with error:
                 start = _start(error.read())
             fix = {
-                401: "give the server's API key",
-                403: "give the server's API key",
+                401: "give the server's API key (rhotrain audit reads it from RHOTRAIN_SERVER_KEY)",
+                403: "give the server's API key (rhotrain audit reads it from RHOTRAIN_SERVER_KEY)",
                 404: "check the address and the kind of server",
             }.get(error.code, "the server's log says why")
             raise self.error(f"{path} answered with HTTP status {error.code}: {start}", fix) from None
@@ -184,7 +184,8 @@ class _Server:
             with error:
                 if error.code in (401, 403):
                     raise self.error(
-                        f"{path} answered with HTTP status {error.code}", "give the server's API key"
+                        f"{path} answered with HTTP status {error.code}",
+                        "give the server's API key (rhotrain audit reads it from RHOTRAIN_SERVER_KEY)",
                     ) from None
             return None
         except ServerError as error:

@@ -15,7 +15,8 @@ NAME_WIDTH = 26
 LINE_WIDTH = 112
 
 ANCHORS = {
-    "sampler": "its ratio is against the sampler's numbers, so all of the first table is in it",
+    "sampler": "its ratio is against the sampler's numbers over the same ids: all of the first table is in it but "
+    "truncation, which biases the gradient unseen",
     "trainer": "its ratio is against a pass of the trainer before the first update: dropout is in it; the rest of the "
     "first table is not, and biases the gradient unseen",
     "fresh": "its ratio is 1 by construction: none of the first table is in it, and what is there biases the gradient "

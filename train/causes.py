@@ -187,16 +187,17 @@ def verdict(found: Sequence[str], total: Effect, contained: str = "", named: Seq
     """One sentence. contained: what is there and taken care of; named: what the diagnosis found behind the numerics."""
     also = f" ({contained})" if contained else ""
     if not found:
+        also_apart = " and staleness set" if contained else ", within their budget, set"
         return (
-            "clean: before any update on these samples only numerics move the ratio, within their budget"
-            f"{also}; what moves it later is the policy"
+            f"clean: before any update on these samples only numerics{also_apart} trainer and sampler apart{also}; "
+            "what moves the ratio later is the policy"
         )
     fixes = {**FIXES, "numerics": FIXES["numerics"] + (f" (diagnosed: {', '.join(named)})" if named else "")}
     *first, last = found
-    causes = f"{', '.join(first)} and {last} move" if first else f"{last} moves"
+    causes = f"{', '.join(first)} and {last} set" if first else f"{last} sets"
     return (
-        f"not clean: before any update on these samples {causes} the ratio, {100 * total.clip:.1f} % outside GRPO's "
-        f"clip in all{also}: {'; '.join(f'{cause}: {fixes[cause]}' for cause in found)}"
+        f"not clean: before any update on these samples {causes} trainer and sampler apart, {100 * total.clip:.1f} % "
+        f"by more than GRPO's clip in all{also}: {'; '.join(f'{cause}: {fixes[cause]}' for cause in found)}"
     )
 
 

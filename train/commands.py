@@ -151,6 +151,8 @@ def audit(argv: Sequence[str]) -> int:
     parsed = parse(AUDIT, argv)
     config = parsed.config()
     foreign = _check_audit(config, parsed.extras)
+    if foreign:
+        _check_foreign(parsed)
     bounds = ("clip_low", "clip_high", "ratio_min", "ratio_max")  # the table shows both objectives'
     check_flags_act(config, {name: value for name, value in parsed.given.items() if name not in bounds})
     if not parsed.extras["logprobs"]:  # a file needs neither task nor lengths
@@ -178,6 +180,27 @@ def _check_audit(config: Config, extras: dict[str, Any]) -> bool:
             "earlier: has no effect without logprobs or server; our own engine samples with these weights"
         )
     return bool(file or url)
+
+
+OWN_AUDIT_FLAGS = ("groups", "updates")
+OWN_AUDIT_SETTINGS = (
+    *("dropout", "max_staleness", "num_iterations", "minibatches_per_rollout", "old_logprobs", "correction"),
+    *("objective", "ratio_level", "kl_stop", "strict_ratio"),
+)
+
+
+def _check_foreign(parsed: Parsed) -> None:
+    """Refuse flags of our own pipeline in an audit of somebody else's logprobs: they would change nothing."""
+    defaults = {extra.name: extra.default for extra in AUDIT.extras}
+    unused = OWN_AUDIT_FLAGS if parsed.extras["logprobs"] else ("updates",)  # a server is asked for `groups` prompts
+    named = [name for name in unused if parsed.extras[name] != defaults[name]]
+    named += [name for name in OWN_AUDIT_SETTINGS if name in parsed.given]
+    if named:
+        value = parsed.extras.get(named[0], parsed.given.get(named[0]))
+        raise ConfigError(
+            f"{named[0]}: {value!r} has no effect with logprobs or server, which judge reported numbers alone; leave "
+            "it out, or audit our own pipeline without them"
+        )
 
 
 def _audit_ours(config: Config, parsed: Parsed) -> "Audit":

@@ -504,12 +504,13 @@ class Config:
     def check_anchor(self, *, exact: bool) -> None:
         """Refuse anchors that cannot be trusted; exact: the compute dtype is float32 or wider. Raises ConfigError."""
         anchor = self.algo.anchor(exact=exact)
+        chosen = "" if anchor == self.algo.old_logprobs else "auto chose it; "
         need(
             not (self.rollouts_ahead and anchor == "fresh" and self.algo.correction == "none"),
             "old_logprobs",
             anchor,
-            "with max_staleness the samples are of an older policy, and a ratio of 1 hides that; set a correction, for "
-            "example sequence_mask, or use old_logprobs sampler, whose ratio contains it",
+            f"{chosen}with max_staleness the samples are of an older policy, and a ratio of 1 hides that; set a "
+            "correction, for example sequence_mask, or use old_logprobs sampler, whose ratio contains it",
         )
         need(
             not (self.rollouts_ahead and self.algo.objective == "reinforce" and self.algo.correction == "none"),

@@ -122,7 +122,8 @@ class Console:
         self.say(f"  {ratio_line(metrics)}")
         if metrics["stopped_by_kl"]:
             taken, skipped = metrics["updates_taken"], metrics["updates_skipped"]
-            self.say(f"  KL above kl_stop after {taken} update(s) of this rollout: {skipped} skipped")
+            kl = metrics["kl_at_stop"]
+            self.say(f"  KL {kl:.3g} above kl_stop after {taken} update(s) of this rollout: {skipped} skipped")
         if metrics["over_numerics_budget"] and "numerics" not in self.warned:
             self.warned.add("numerics")
             self.say(

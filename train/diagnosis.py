@@ -13,7 +13,7 @@ the full softmax (renormalised over unknown sets), rounding of bfloat16's kind, 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,12 +25,19 @@ from rhotrain.train.config import ConfigError
 from rhotrain.train.readings import ALIGNMENTS, Deviation, Reading, Scoring, Temperature, View, trimmed
 from rhotrain.train.record_checks import Finding, check_records, usable
 from rhotrain.train.records import Record
+from rhotrain.train.report_shapes import spoilt
 from rhotrain.train.variants import Context, Weights, completion_logits, contexts, rounded_weights, using_weights
 
 __all__ = ["Diagnosis", "Finding", "Reading", "Scoring", "diagnose"]
 
+LONGEST = 96
+"""Tokens of one completion that are scored, its first: what follows cannot change them."""
+PLAIN_TOKENS = 16384
+"""Tokens that are scored as the trainer does, spread over all records."""
+LOGIT_BYTES = 64 << 20
+"""Most bytes of logits held at a time in that pass."""
 TOKENS = 512
-"""Completion tokens that are scored; whole records."""
+"""Tokens on which other readings are tried; whole (cut) records."""
 SCREEN_TOKENS = 160
 """The same for other contexts and other weights, of which there may be a dozen."""
 BETTER = 4.0
@@ -40,6 +47,8 @@ ONE_SIDED = 0.05
 """Largest share of sum |d| that may lie on the wrong side for differences to count as one-sided."""
 ALIKE = 0.3
 """Least correlation of what is left with what bfloat16 arithmetic does to our own logprobs."""
+LIKE_SIZE = 4.0
+"""Largest mean |d| of what is left, in units of what bfloat16 arithmetic does to our own logprobs."""
 RELATED = 0.3
 """Least correlation of reported and own logprobs under weights that share a past; and at least two standard errors.
 Measured: 3 updates at lr 1e-3 0.53 to 0.96, 100 updates 0.70 to 0.83, 20 at lr 1e-2 0.34 to 0.48, the same training
@@ -125,11 +134,70 @@ def diagnose(
         if not findings:
             raise ConfigError("records: none can be scored; they are empty or longer than the model's positions")
         return Diagnosis(tuple(findings), (), 0, 0)
-    search = _Search(loaded, scored, scoring, budget, dict(weights or {}))
+    scored = _spread(scored, PLAIN_TOKENS)
+    plain = _score_plainly(loaded, scored, scoring)
+    tokens = sum(len(one.reported) for one in plain)
+    reported, ours = (torch.cat([getattr(one, name) for one in plain]) for name in ("reported", "scored"))
+    whole = Reading.of((), ours, reported, trim=False)
+    # Sets that are computed again miss a few tokens of any record, which says nothing of the record.
+    exact = not scoring.truncates or all(record.kept_ids is not None for record in scored)
+    chosen = scored
+    if exact and budget.exceeded(whole.difference):
+        shape = spoilt(reported, ours, budget)
+        if shape is not None:
+            return Diagnosis(_unique([*findings, shape]), (whole,), tokens, len(scored))
+        chosen = _off(scored, plain, budget) or scored
+    longest = max(len(record.prompt_ids) for record in scored)
+    search = _Search(loaded, chosen, scoring, budget, dict(weights or {}), longest)
     best = search.run()
-    findings += search.findings(best)
+    found = search.findings(best)
+    if len(chosen) < len(scored):
+        where = f"in {len(chosen)} of {len(scored)} completions, the others are what the trainer scores: "
+        found = [replace(finding_, detail=where + finding_.detail) for finding_ in found]
     readings = sorted(search.readings, key=search.score)
-    return Diagnosis(_unique(findings), tuple(readings), search.tokens, search.records)
+    return Diagnosis(_unique([*findings, *found]), tuple(readings), tokens, len(scored))
+
+
+def _spread(records: Sequence[Record], tokens: int) -> list[Record]:
+    """Records cut to LONGEST tokens, in an order of which every beginning is spread over the whole file, as many as
+    have about `tokens`."""
+    golden = (math.sqrt(5.0) - 1.0) / 2.0
+    order = sorted(range(len(records)), key=lambda i: (i * golden) % 1.0)
+    cut = [
+        replace(
+            records[i],
+            completion_ids=records[i].completion_ids[:LONGEST],
+            logprobs=records[i].logprobs[:LONGEST],
+            kept_ids=None if records[i].kept_ids is None else records[i].kept_ids[:LONGEST],  # type: ignore[index]
+        )
+        for i in order
+    ]
+    return _first(cut, tokens)
+
+
+def _score_plainly(loaded: LoadedModel, records: Sequence[Record], scoring: Scoring) -> list[Reading]:
+    """The trainer's own reading of every record by itself."""
+    columns = loaded.head.weight.shape[0]
+    room = max(1, LOGIT_BYTES // (4 * columns))
+    found: list[Reading] = []
+    start = 0
+    while start < len(records):
+        chunk = _first(records[start:], room)
+        start += len(chunk)
+        logits = completion_logits(loaded, [(r.prompt_ids, r.completion_ids) for r in chunk])
+        both = View(loaded, chunk, logits, scoring).readings((), plain=True)[0]
+        lens = [len(r.completion_ids) for r in chunk]
+        for ours, theirs in zip(both.scored.split(lens), both.reported.split(lens)):
+            found.append(Reading.of((), ours, theirs, trim=False))
+    return found
+
+
+def _off(records: Sequence[Record], plain: Sequence[Reading], budget: Budget) -> list[Record]:
+    """The records that are not what the trainer scores, where others are: a file may hold both (a weight sync in its
+    middle, one faulty replica). Empty where the records do not part, or too few tokens would be left."""
+    off = [record for record, one in zip(records, plain) if budget.exceeded(one.difference)]
+    enough = sum(len(record.completion_ids) for record in off) >= 32
+    return off if enough and len(off) < 0.9 * len(records) else []
 
 
 def _unique(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -159,6 +227,7 @@ class _Search:
     scoring: Scoring
     budget: Budget
     named: dict[str, Weights]
+    longest: int
     readings: list[Reading] = field(default_factory=list)
     tokens: int = 0
     records: int = 0
@@ -166,9 +235,10 @@ class _Search:
     """The trainer's own reading in bfloat16 arithmetic, float64 [the first rows]."""
 
     def __post_init__(self) -> None:
-        self.floor = STARTING_POINTS[self.budget.dtype][0] / 10
+        # Where less was measured on this model, less is to be expected: a fault may hide far below a starting point.
+        start, measured = STARTING_POINTS[self.budget.dtype][0] / 10, self.budget.measured
+        self.floor = start if measured is None else min(start, max(measured.mean, 1e-9))
         self.as_scored = Temperature(None, self.scoring.temperature)
-        self.longest = max(len(record.prompt_ids) for record in self.scored)
 
     # -- one forward each ---------------------------------------------------------------------------------------------
 
@@ -272,12 +342,17 @@ class _Search:
         known = d.isfinite()
         d, related = d[known], correlation(nearest.reported[known], nearest.scored[known])
         figures = Difference.of(d).describe()
-        shape = None if nearest.deviations else self._support_shape()
+        spoiled = spoilt(nearest.reported, nearest.scored, self.budget)
+        if spoiled is not None:
+            return spoiled
+        is_related = related >= max(RELATED, 2.0 / math.sqrt(max(1, len(d))))
+        positive = bool((nearest.reported > 0.0).any())
+        shape = self._support_shape() if is_related and not positive and not nearest.deviations else None
         if shape is not None:
             return finding("truncation", f"the logprobs are {shape}")
         if self._rounds_alike(nearest):
             return finding("bf16 weights", f"the logprobs differ as those of bfloat16 arithmetic do: {figures}")
-        if related >= max(RELATED, 2.0 / math.sqrt(max(1, len(d)))):
+        if is_related:
             words = f"no reading explains the logprobs, but they go with ours (correlation {related:.2f})"
             return finding("other weights", f"{words}: {figures}")
         words = f"the logprobs have little in common with ours (correlation {related:.2f}): another tokenizer or model"
@@ -316,6 +391,7 @@ class _Search:
         rounding = (self.rounded[:first] - own[:first])[d.isfinite()]
         d = d[d.isfinite()]
         small = not Budget.starting(torch.bfloat16).exceeded(Difference.of(d))
+        small = small and float(d.abs().mean()) <= LIKE_SIZE * float(rounding.abs().mean())
         return small and len(d) >= 32 and correlation(d, rounding) >= ALIKE
 
 

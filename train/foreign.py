@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rhotrain.model.load import LoadedModel, load_model
+from rhotrain.model.load import LoadedModel, LoadError, load_model
 from rhotrain.rollout.probe_client import ServerKind, probe
 from rhotrain.train.audit import describe_sampling, scoring_of, some
 from rhotrain.train.budget import Budget, calibrate
@@ -48,7 +48,11 @@ class ForeignAudit:
             biased = (
                 "; with truncation = ignore neither is of the distribution that was sampled" if self.ignores else ""
             )
-            return f"clean: these are the logprobs that the trainer scores, up to numerics{biased}"
+            seen = f"{self.diagnosis.tokens} of {self.tokens} tokens, {self.diagnosis.records} of {self.completions}"
+            return (
+                f"clean: these are the logprobs that the trainer scores, up to numerics (scored: {seen} completions)"
+                f"{biased}"
+            )
         return f"not clean: {'; '.join(f'{finding.name}: {finding.fix}' for finding in self.diagnosis.findings)}"
 
     @property
@@ -107,5 +111,8 @@ def earlier_weights(paths: Sequence[str], loaded: LoadedModel) -> dict[str, dict
         inner = Path(path) / MODEL_FOLDER
         folder = str(inner) if (inner / "config.json").is_file() else path
         kind = str(loaded.dtype).removeprefix("torch.")
-        found[path] = dict(load_model(folder, device=str(loaded.device), dtype=kind).model.state_dict())
+        try:
+            found[path] = dict(load_model(folder, device=str(loaded.device), dtype=kind).model.state_dict())
+        except LoadError as error:
+            raise LoadError(f"earlier: {error}") from None
     return found

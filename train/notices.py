@@ -53,7 +53,7 @@ def _anchor(learner: "Learner") -> str:
     if exact or learner.anchor != "sampler":
         return ""
     name = str(learner.loaded.dtype).removeprefix("torch.")
-    does = "alone puts tokens outside the clip" if objective.kind == "grpo" else "is in every ratio"
+    does = "alone may put tokens outside the clip" if objective.kind == "grpo" else "is in every ratio"
     return (
         f"warning: old_logprobs=sampler in {name}: the rounding of the decode path {does}; trainer, or fresh with one "
         "update per rollout, is free of it"
@@ -79,7 +79,8 @@ def _truncation(config: Config) -> list[str]:
 def _staleness(config: Config, learner: "Learner") -> str:
     if not config.rollouts_ahead:
         return ""
-    oldest = config.rollouts_ahead * config.algo.updates_per_rollout
+    ahead = min(config.rollouts_ahead, max(0, config.run.steps - 1))
+    oldest = ahead * config.algo.updates_per_rollout
     contained = (
         "the ratio contains the movement since then"
         if learner.ratio_holds_movement

@@ -101,7 +101,10 @@ class Reading:
 
     @property
     def cost(self) -> float:
-        return sum(deviation.cost for deviation in self.deviations)
+        """Of all deviations. Raw logprobs of the full softmax are one setting of an engine, and cost as one."""
+        names = {deviation.name for deviation in self.deviations}
+        joint = 0.8 if {"temperature", "truncation"} <= names else 0.0
+        return sum(deviation.cost for deviation in self.deviations) - joint
 
 
 # ---- readings of one forward ----------------------------------------------------------------------------------------

@@ -54,9 +54,12 @@ def read_records(path: str | Path) -> list[Record]:
     """
     file = Path(path)
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"logprobs: cannot read {file}: {error}; name a JSONL file") from None
+        # Not splitlines: JSON strings may hold U+2028 as it is. utf-8-sig: some write a byte-order mark.
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise ConfigError(f"logprobs: {str(file)!r} cannot be read ({error.strerror}); name a JSONL file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"logprobs: {str(file)!r} is not UTF-8 ({error}); name a JSONL file") from None
     records = [_record(f"{file}, line {n}", line) for n, line in enumerate(lines, 1) if line.strip()]
     if not records:
         raise ConfigError(f"logprobs: {file} holds no records; write one JSON object per line (see docs/audit.md)")
@@ -66,7 +69,7 @@ def read_records(path: str | Path) -> list[Record]:
 def _record(where: str, line: str) -> Record:
     try:
         found = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError: bad JSON, or an integer of thousands of digits
         raise ConfigError(f"{where}: is not JSON ({error}); write one object per line") from None
     if not isinstance(found, dict):
         raise ConfigError(
@@ -93,7 +96,7 @@ def _list(where: str, found: dict[str, Any], name: str) -> list[Any]:
 def _ids(where: str, found: dict[str, Any], name: str) -> tuple[int, ...]:
     values = _list(where, found, name)
     for i, value in enumerate(values):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
             raise ConfigError(f"{where}: {name}[{i}]: {value!r:.60} is not a token id; write integers >= 0, not text")
     return tuple(values)
 
@@ -101,7 +104,8 @@ def _ids(where: str, found: dict[str, Any], name: str) -> tuple[int, ...]:
 def _logprobs(where: str, found: dict[str, Any]) -> tuple[float, ...]:
     values = _list(where, found, "logprobs")
     for i, value in enumerate(values):
-        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and (isinstance(value, float) or abs(value) < 2**53)):
             raise ConfigError(
                 f"{where}: logprobs[{i}]: {value!r:.60} is not a number; write one natural logarithm per completion id"
             )

@@ -165,7 +165,7 @@ def _num_pages(config: Config, loaded: LoadedModel, longest_prompt: int) -> int:
     """Pages with which neither a rollout nor an evaluation is preempted, within a quarter of the free memory."""
     rollout, evaluation = config.rollout, config.eval
     crowds = [
-        (rollout.prompts_per_step * (1 + config.rollouts_ahead), rollout.group_size),
+        (rollout.prompts_per_step * min(1 + config.rollouts_ahead, max(1, config.run.steps)), rollout.group_size),
         (min(evaluation.eval_size, rollout.max_running), evaluation.eval_samples),
     ]
     wanted = [

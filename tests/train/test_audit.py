@@ -170,7 +170,7 @@ def test_numerics_alone_are_diagnosed() -> None:
 def test_several_causes_are_all_named() -> None:
     done = run(top_k=4, top_p=0.7, truncation="ignore", dropout=0.1, old_logprobs="trainer", **STALE)
     assert done.found == ("staleness", "truncation", "dropout")
-    assert "staleness, truncation and dropout move the ratio" in done.verdict
+    assert "staleness, truncation and dropout set trainer and sampler apart" in done.verdict
     assert all(FIXES[cause] in done.verdict for cause in done.found)
     assert sum(effect.mean for effect in done.causes) == pytest.approx(done.total.mean, abs=1e-6)
 
@@ -309,7 +309,7 @@ def test_a_sequence_level_ratio_is_reported_over_completions() -> None:
 
 def test_the_verdict_is_one_sentence_per_case() -> None:
     effect = Effect("all together", -0.1, 0.1, 0.5, 0.6, 1.0, 0.123, 0.0)
-    assert "dropout moves the ratio, 12.3 % outside" in verdict(("dropout",), effect)
-    assert "numerics and dropout move the ratio" in verdict(("numerics", "dropout"), effect)
+    assert "dropout sets trainer and sampler apart, 12.3 % by more" in verdict(("dropout",), effect)
+    assert "numerics and dropout set trainer and sampler apart" in verdict(("numerics", "dropout"), effect)
     assert "(diagnosed: shifted, bos)" in verdict(("numerics",), effect, named=("shifted", "bos"))
-    assert verdict((), effect, "staleness was asked for").count("staleness") == 1
+    assert verdict((), effect, "staleness was asked for").count("asked for") == 1

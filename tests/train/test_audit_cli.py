@@ -119,6 +119,19 @@ def test_a_file_of_raw_logprobs_is_named(capsys: pytest.CaptureFixture[str]) -> 
     assert "temperature" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "flags", [("--dropout", "0.1"), ("--groups", "2"), ("--updates", "0"), ("--objective", "cispo")]
+)
+def test_flags_of_our_own_pipeline_are_refused_for_a_file(
+    flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        audit(*FILE, *flags, "--logprobs", write(sampled(0.6, n=1)))
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert f"error: {flags[0][2:]}: " in message and "has no effect with logprobs or server" in message
+
+
 def test_ids_of_another_vocabulary_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     pairs = [((999, 7), c) for _, c in sampled(0.6)]
     assert audit(*FILE, "--logprobs", write(pairs), "--json") == 1

@@ -206,6 +206,14 @@ def test_reads_a_file(tmp_path: object) -> None:
             r"line 2: logprobs\[0\]: '-1' is not a number",
         ),
         ('{"prompt_ids": [1], "completion_ids": [2], "logprobs": [-1], "text": 3}', "line 2: text: 3 is not text"),
+        pytest.param(
+            f'{{"prompt_ids": [1], "completion_ids": [2], "logprobs": [-1{"0" * 400}]}}', "is not a number", id="huge"
+        ),
+        pytest.param(
+            f'{{"prompt_ids": [1], "completion_ids": [1{"0" * 5000}], "logprobs": [-1]}}', "is not JSON", id="digits"
+        ),
+        pytest.param("[" * 100_000, "line 2: is not JSON", id="deep"),
+        ('{"prompt_ids": [1], "completion_ids": [4294967296], "logprobs": [-1]}', "is not a token id"),
         (
             '{"prompt_ids": [1], "completion_ids": [2], "logprobs": [-1], "finish_reason": 3}',
             "line 2: finish_reason: 3",
@@ -220,8 +228,15 @@ def test_a_bad_line_is_named(tmp_path: object, line: str, message: str) -> None:
     assert "records.jsonl" in str(caught.value)
 
 
+def test_line_separators_inside_text_and_a_byte_order_mark_are_fine(tmp_path: object) -> None:
+    file = tmp_path / "records.jsonl"  # type: ignore[operator]
+    line = '{"prompt_ids": [1], "completion_ids": [2], "logprobs": [-1], "text": "a\u2028b\u0085c"}'
+    file.write_bytes(b"\xef\xbb\xbf" + f"{line}\r\n{line}\n".encode())
+    assert [record.text for record in read_records(file)] == ["a\u2028b\u0085c"] * 2
+
+
 def test_a_missing_or_empty_file_is_named(tmp_path: object) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*none.jsonl"):
+    with pytest.raises(ConfigError, match=r"none.jsonl' cannot be read \(No such file"):
         read_records(tmp_path / "none.jsonl")  # type: ignore[operator]
     empty = tmp_path / "empty.jsonl"  # type: ignore[operator]
     empty.write_text("\n\n")

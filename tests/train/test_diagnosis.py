@@ -464,9 +464,10 @@ def test_text_and_dict() -> None:
     assert [r.name for r in clean.readings] == ["what the trainer scores"]
 
 
-def test_whole_records_up_to_the_cap_are_scored() -> None:
-    found = judge(records_at())
-    assert 400 < found.tokens <= 512 and found.records < 32
+def test_every_record_is_scored() -> None:
+    records = records_at()
+    found = judge(records)
+    assert found.tokens == sum(len(r.completion_ids) for r in records) > 512 and found.records == len(records)
 
 
 def test_nothing_to_judge() -> None:
