@@ -79,7 +79,7 @@ def _truncation(config: Config) -> list[str]:
 def _staleness(config: Config, learner: "Learner") -> str:
     if not config.rollouts_ahead:
         return ""
-    ahead = min(config.rollouts_ahead, max(0, config.run.steps - 1))
+    ahead = min(config.rollouts_ahead, max(1, config.run.steps - 1))
     oldest = ahead * config.algo.updates_per_rollout
     contained = (
         "the ratio contains the movement since then"
