@@ -56,7 +56,8 @@ def test_takes_the_decode_path(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = type(loaded).hidden
 
     def spy(self: object, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        steps.append((type(loaded.attention.context).__name__, len(ids)))
+        if self is loaded:  # a server thread of another test may still be decoding
+            steps.append((type(loaded.attention.context).__name__, len(ids)))
         return hidden(self, ids, positions)  # type: ignore[arg-type]
 
     assert loaded.kv_shapes
