@@ -1,7 +1,7 @@
 """Ask a running SGLang or vLLM server for completions with their logprobs; token ids in, token ids out.
 
-For the audit: what does this server report? Standard library only, one request, no retries. What comes back is taken
-as it is, apart from what cannot be a completion at all.
+For the audit: what does this server report? Standard library only, one request; it is repeated only where a server may
+not know the seeds. What comes back is taken as it is, apart from what cannot be a completion at all.
 
 Wire formats, as documented and found in both projects' sources (SGLang 0.5, vLLM 0.12):
     SGLang  POST /generate        input_ids, sampling_params, return_logprob -> meta_info.output_token_logprobs
@@ -14,7 +14,7 @@ import json
 import math
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -26,12 +26,19 @@ ServerKind = Literal["auto", "sglang", "vllm"]
 BODY_START = 200
 """Characters of an answer that an error message quotes."""
 
+UNKNOWN_FIELD = (400, 422, 500)
+"""HTTP statuses with which SGLang servers refuse a sampling parameter that they do not know."""
+
 MODELS_TIMEOUT = 10.0
 """Seconds that finding out the server's kind may take per request; generation has the caller's timeout."""
 
 
 class ServerError(ValueError):
     """A server that cannot be audited. The message names the address, what came back and the fix."""
+
+
+class _Refused(Exception):
+    """A request with something in it that the server may not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +65,10 @@ def probe(
     timeout: float,
     api_key: str | None = None,
     kind: ServerKind = "auto",
+    tell: Callable[[str], None] | None = None,
 ) -> list[ServerCompletion]:
-    """n completions of every prompt, prompt-major. timeout: seconds for the whole request.
+    """n completions of every prompt, prompt-major. timeout: seconds for the whole request. tell: is called with what
+    should be known of how they were asked for.
 
     Raises ServerError when the server cannot be reached or does not answer with ids and logprobs, ValueError for n or
     prompts that make no request.
@@ -70,7 +79,7 @@ def probe(
     found, model = server.identify(kind)
     ids = [list(prompt) for prompt in prompts]
     if found == "sglang":
-        answers = _sglang(server, ids, sampling, n)
+        answers = _sglang(server, ids, sampling, n, tell)
     else:
         answers = _vllm(server, ids, sampling, n, model)
     if len(answers) != len(ids) * n:
@@ -143,13 +152,15 @@ class _Server:
             f"{path} did not answer within {seconds:g} s", "raise the timeout, or ask for fewer or shorter completions"
         )
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        """`ask` with a body; an HTTP status other than 2xx is a ServerError too."""
+    def post(self, path: str, body: dict[str, Any], refusals: Sequence[int] = ()) -> Any:
+        """`ask` with a body; an HTTP status other than 2xx is a ServerError too, one of `refusals` is _Refused."""
         try:
             return self.ask(path, body)
         except urllib.error.HTTPError as error:
             with error:
                 start = _start(error.read())
+            if error.code in refusals:
+                raise _Refused(start) from None
             fix = {
                 401: "give the server's API key (rhotrain audit reads it from RHOTRAIN_SERVER_KEY)",
                 403: "give the server's API key (rhotrain audit reads it from RHOTRAIN_SERVER_KEY)",
@@ -213,7 +224,13 @@ class _Answer:
     stop_reason: Any
 
 
-def _sglang(server: _Server, prompts: list[list[int]], sampling: SamplingParams, n: int) -> list[_Answer]:
+def _sglang(
+    server: _Server,
+    prompts: list[list[int]],
+    sampling: SamplingParams,
+    n: int,
+    tell: Callable[[str], None] | None,
+) -> list[_Answer]:
     """Every prompt n times, each with a seed of its own: copies with one seed would all be the same completion."""
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -238,7 +255,13 @@ def _sglang(server: _Server, prompts: list[list[int]], sampling: SamplingParams,
         "sampling_params": [{**params, "sampling_seed": seed} for seed in seeds],
         "return_logprob": True,
     }
-    found = server.post("/generate", body)
+    try:
+        found = server.post("/generate", body, UNKNOWN_FIELD)
+    except _Refused as refused:
+        # What else may be wrong with the request is wrong without the seeds too, and is told by the second answer.
+        found = server.post("/generate", {**body, "sampling_params": [params] * len(seeds)})
+        if tell is not None:
+            tell(f"{server.url}: refused sampling_seed ({refused}); asked again without, so every run draws anew")
     if not isinstance(found, list) or not all(isinstance(answer, dict) for answer in found):
         raise server.error(f"/generate answered with {found!r:.{BODY_START}}", "need a list, one object per completion")
     return [_sglang_answer(server, index, answer) for index, answer in enumerate(found)]
@@ -270,7 +293,6 @@ def _vllm(server: _Server, prompts: list[list[int]], sampling: SamplingParams, n
         "min_tokens": sampling.min_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "seed": sampling.seed,
         "ignore_eos": sampling.ignore_eos,
@@ -281,6 +303,8 @@ def _vllm(server: _Server, prompts: list[list[int]], sampling: SamplingParams, n
         "spaces_between_special_tokens": False,
         "include_stop_str_in_output": True,
     }
+    if sampling.top_k:  # older servers switch it off with -1 and refuse 0; left out it is off in all
+        body["top_k"] = sampling.top_k
     if sampling.stop_token_ids:
         body["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.stop_strings:

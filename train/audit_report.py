@@ -69,7 +69,7 @@ def audit_text(audit: Audit) -> str:
 def foreign_text(audit: ForeignAudit) -> str:
     """The report on somebody else's logprobs."""
     lines = [
-        f"{audit.source}: {audit.completions} completions, {audit.tokens} tokens",
+        *_wrapped(f"{audit.source}: {audit.completions} completions, {audit.tokens} tokens; {audit.seen}"),
         *_wrapped(f"against {audit.model} in {audit.dtype}, scored at {audit.scored}"),
         *_wrapped(audit.budget.describe()),
         "",
@@ -167,6 +167,8 @@ def foreign_json(audit: ForeignAudit) -> dict[str, Any]:
         "ignores": audit.ignores,
         "completions": audit.completions,
         "tokens": audit.tokens,
+        "scored_completions": audit.diagnosis.records,
+        "scored_tokens": audit.diagnosis.tokens,
         "budget": asdict(audit.budget),
         "diagnosis": audit.diagnosis.as_dict(),
         "found": list(audit.diagnosis.names),

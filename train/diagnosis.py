@@ -22,20 +22,15 @@ from torch import Tensor
 from rhotrain.model.loaded import LoadedModel
 from rhotrain.train.budget import STARTING_POINTS, Budget, Difference
 from rhotrain.train.config import ConfigError
+from rhotrain.train.plain_reading import LOGIT_BYTES, PLAIN_TOKENS, first, places, score_plainly, spread
 from rhotrain.train.readings import ALIGNMENTS, Deviation, Reading, Scoring, Temperature, View, trimmed
-from rhotrain.train.record_checks import Finding, check_records, usable
+from rhotrain.train.record_checks import POSITIVE, Finding, check_records, usable
 from rhotrain.train.records import Record
-from rhotrain.train.report_shapes import spoilt
+from rhotrain.train.report_shapes import OUTLIER_FIX, Report, sentinels, spoilt
 from rhotrain.train.variants import Context, Weights, completion_logits, contexts, rounded_weights, using_weights
 
 __all__ = ["Diagnosis", "Finding", "Reading", "Scoring", "diagnose"]
 
-LONGEST = 96
-"""Tokens of one completion that are scored, its first: what follows cannot change them."""
-PLAIN_TOKENS = 16384
-"""Tokens that are scored as the trainer does, spread over all records."""
-LOGIT_BYTES = 64 << 20
-"""Most bytes of logits held at a time in that pass."""
 TOKENS = 512
 """Tokens on which other readings are tried; whole (cut) records."""
 SCREEN_TOKENS = 160
@@ -66,6 +61,7 @@ FIXES = {
     "stale weights": "load the trainer's weights into the engine and drop its prefix cache, or correct for staleness",
     "other weights": "load the trainer's weights into the engine and drop its prefix cache; name earlier checkpoints "
     "to have them tried",
+    "outlier": OUTLIER_FIX,
     "tokenizer": "serve the checkpoint that is trained, with its own tokenizer, and pass token ids both ways",
 }
 
@@ -129,75 +125,50 @@ def diagnose(
     if not records:
         raise ConfigError("records: there are none; give at least one completion with its logprobs")
     findings = list(check_records(loaded, records, scoring))
-    scored = usable(loaded, records)
-    if not scored:
+    fitting = usable(loaded, records)
+    if not fitting:
         if not findings:
             raise ConfigError("records: none can be scored; they are empty or longer than the model's positions")
         return Diagnosis(tuple(findings), (), 0, 0)
-    scored = _spread(scored, PLAIN_TOKENS)
-    plain = _score_plainly(loaded, scored, scoring)
+    samples, scored = spread(fitting, PLAIN_TOKENS)
+    plain = score_plainly(loaded, scored, scoring)
     tokens = sum(len(one.reported) for one in plain)
     reported, ours = (torch.cat([getattr(one, name) for one in plain]) for name in ("reported", "scored"))
-    whole = Reading.of((), ours, reported, trim=False)
     # Sets that are computed again miss a few tokens of any record, which says nothing of the record.
-    exact = not scoring.truncates or all(record.kept_ids is not None for record in scored)
-    chosen = scored
-    if exact and budget.exceeded(whole.difference):
-        shape = spoilt(reported, ours, budget)
-        if shape is not None:
-            return Diagnosis(_unique([*findings, shape]), (whole,), tokens, len(scored))
-        chosen = _off(scored, plain, budget) or scored
+    exact = not (scoring.truncates and scoring.replay) or all(record.kept_ids is not None for record in scored)
+    whole = Reading.of((), ours, reported, trim=not exact)
+    report = Report(reported, ours, places(samples, scored), budget, exact)
+    shape = spoilt(report)
+    if shape is not None:
+        return Diagnosis(_unique([*findings, shape]), (whole,), tokens, len(scored))
+    garbage, broken = sentinels(report)
+    if broken is not None:  # the rest is something else, and is sought without them
+        findings.append(broken)
+        values = reported.masked_fill(garbage, torch.nan).split([len(one.reported) for one in plain])
+        scored = [replace(r, logprobs=tuple(v.tolist())) for r, v in zip(scored, values)]
+        plain = [Reading.of((), one.scored, v, trim=False) for one, v in zip(plain, values)]
+    off = _off(plain, budget) if exact and budget.exceeded(whole.difference) else []
+    chosen = [scored[i] for i in off] or scored
+    rows = places([samples[i] for i in off] or samples, chosen)
     longest = max(len(record.prompt_ids) for record in scored)
-    search = _Search(loaded, chosen, scoring, budget, dict(weights or {}), longest)
+    search = _Search(loaded, chosen, rows, scoring, budget, dict(weights or {}), longest)
     best = search.run()
     found = search.findings(best)
     if len(chosen) < len(scored):
         where = f"in {len(chosen)} of {len(scored)} completions, the others are what the trainer scores: "
         found = [replace(finding_, detail=where + finding_.detail) for finding_ in found]
+    if not findings and not found and budget.exceeded(whole.difference):
+        found = [finding("outlier", f"few completions are off, all together: {whole.difference.describe()}")]
     readings = sorted(search.readings, key=search.score)
     return Diagnosis(_unique([*findings, *found]), tuple(readings), tokens, len(scored))
 
 
-def _spread(records: Sequence[Record], tokens: int) -> list[Record]:
-    """Records cut to LONGEST tokens, in an order of which every beginning is spread over the whole file, as many as
-    have about `tokens`."""
-    golden = (math.sqrt(5.0) - 1.0) / 2.0
-    order = sorted(range(len(records)), key=lambda i: (i * golden) % 1.0)
-    cut = [
-        replace(
-            records[i],
-            completion_ids=records[i].completion_ids[:LONGEST],
-            logprobs=records[i].logprobs[:LONGEST],
-            kept_ids=None if records[i].kept_ids is None else records[i].kept_ids[:LONGEST],  # type: ignore[index]
-        )
-        for i in order
-    ]
-    return _first(cut, tokens)
-
-
-def _score_plainly(loaded: LoadedModel, records: Sequence[Record], scoring: Scoring) -> list[Reading]:
-    """The trainer's own reading of every record by itself."""
-    columns = loaded.head.weight.shape[0]
-    room = max(1, LOGIT_BYTES // (4 * columns))
-    found: list[Reading] = []
-    start = 0
-    while start < len(records):
-        chunk = _first(records[start:], room)
-        start += len(chunk)
-        logits = completion_logits(loaded, [(r.prompt_ids, r.completion_ids) for r in chunk])
-        both = View(loaded, chunk, logits, scoring).readings((), plain=True)[0]
-        lens = [len(r.completion_ids) for r in chunk]
-        for ours, theirs in zip(both.scored.split(lens), both.reported.split(lens)):
-            found.append(Reading.of((), ours, theirs, trim=False))
-    return found
-
-
-def _off(records: Sequence[Record], plain: Sequence[Reading], budget: Budget) -> list[Record]:
+def _off(plain: Sequence[Reading], budget: Budget) -> list[int]:
     """The records that are not what the trainer scores, where others are: a file may hold both (a weight sync in its
     middle, one faulty replica). Empty where the records do not part, or too few tokens would be left."""
-    off = [record for record, one in zip(records, plain) if budget.exceeded(one.difference)]
-    enough = sum(len(record.completion_ids) for record in off) >= 32
-    return off if enough and len(off) < 0.9 * len(records) else []
+    off = [i for i, one in enumerate(plain) if budget.exceeded(one.difference)]
+    enough = sum(len(plain[i].reported) for i in off) >= 32
+    return off if enough and len(off) < 0.9 * len(plain) else []
 
 
 def _unique(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -220,10 +191,11 @@ class _WeightSet:
 
 @dataclass
 class _Search:
-    """Tries readings until one explains the records."""
+    """Tries readings until one explains the records. places: (sample, token) of the records' tokens."""
 
     loaded: LoadedModel
     scored: Sequence[Record]
+    places: Sequence[tuple[int, int]]
     scoring: Scoring
     budget: Budget
     named: dict[str, Weights]
@@ -244,7 +216,7 @@ class _Search:
 
     def view(self, context: Context, weights: _WeightSet, tokens: int) -> View | None:
         """The first records of up to `tokens` tokens; None when the context changes no prompt or has no room."""
-        chosen = _first(self.scored, tokens)
+        chosen = first(self.scored, tokens)
         pairs = [(context.change(record.prompt_ids), record.completion_ids) for record in chosen]
         if context.deviation is not None and all(p == r.prompt_ids for (p, _), r in zip(pairs, chosen)):
             return None
@@ -271,7 +243,8 @@ class _Search:
         """The reading that explains the records, None when none does. `readings` has all that were tried."""
         found = contexts(self.loaded.tokenizer, self.longest)
         own = _WeightSet(None)
-        view = self.view(found[0], own, TOKENS)
+        room = 2 * LOGIT_BYTES // (4 * self.loaded.head.weight.shape[0])
+        view = self.view(found[0], own, min(TOKENS, max(SCREEN_TOKENS, room)))
         assert view is not None  # the records fit, and an unchanged context is never left out
         self.own_view = view
         self.tokens, self.records = len(self.own_view.ids), len(self.own_view.records)
@@ -340,13 +313,14 @@ class _Search:
         """A name for what the nearest reading leaves."""
         d = nearest.scored - nearest.reported
         known = d.isfinite()
-        d, related = d[known], correlation(nearest.reported[known], nearest.scored[known])
+        d, related = d[known], correlation(inner(nearest.reported[known]), inner(nearest.scored[known]))
         figures = Difference.of(d).describe()
-        spoiled = spoilt(nearest.reported, nearest.scored, self.budget)
+        exact = not self.scoring.truncates or all(r.kept_ids is not None for r in self.scored)
+        spoiled = spoilt(Report(nearest.reported, nearest.scored, self.places, self.budget, exact))
         if spoiled is not None:
             return spoiled
         is_related = related >= max(RELATED, 2.0 / math.sqrt(max(1, len(d))))
-        positive = bool((nearest.reported > 0.0).any())
+        positive = bool((nearest.reported > POSITIVE).any())
         shape = self._support_shape() if is_related and not positive and not nearest.deviations else None
         if shape is not None:
             return finding("truncation", f"the logprobs are {shape}")
@@ -363,7 +337,7 @@ class _Search:
         view = self.own_view
         full = next(s for s in view.supports if s.kept is None)
         d = view.logprobs(self.as_scored, full, ALIGNMENTS[0]) - view.reported
-        d = d[d.isfinite()]
+        d = d[d.isfinite() & (view.reported != 0.0)]  # a value that nobody filled in is above the full softmax too
         if not len(d):
             return None
         middle = float(d.median())
@@ -386,13 +360,20 @@ class _Search:
         if self.rounded is None or any(d.name == "shifted" for d in nearest.deviations):
             return False
         own = self.readings[0].scored
-        first = min(len(self.rounded), len(nearest.scored))  # all start with the same records
-        d = (nearest.reported - nearest.scored)[:first]
-        rounding = (self.rounded[:first] - own[:first])[d.isfinite()]
+        count = min(len(self.rounded), len(nearest.scored))  # all start with the same records
+        d = (nearest.reported - nearest.scored)[:count]
+        rounding = (self.rounded[:count] - own[:count])[d.isfinite()]
         d = d[d.isfinite()]
         small = not Budget.starting(torch.bfloat16).exceeded(Difference.of(d))
         small = small and float(d.abs().mean()) <= LIKE_SIZE * float(rounding.abs().mean())
         return small and len(d) >= 32 and correlation(d, rounding) >= ALIKE
+
+
+def inner(values: Tensor) -> Tensor:
+    """Drawn in to between the 1st and 99th percentile: one garbage value must not hide that the others are related."""
+    if not len(values):
+        return values
+    return values.clamp(values.quantile(0.01), values.quantile(0.99))
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
@@ -404,14 +385,3 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 def finding(name: str, detail: str) -> Finding:
     return Finding(name, detail, FIXES[name])
-
-
-def _first(records: Sequence[Record], tokens: int) -> list[Record]:
-    """The longest start of at most `tokens` completion tokens; at least one record."""
-    chosen: list[Record] = []
-    for record in records:
-        tokens -= len(record.completion_ids)
-        if chosen and tokens < 0:
-            break
-        chosen.append(record)
-    return chosen

@@ -4,6 +4,7 @@
 """
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,12 +49,16 @@ class ForeignAudit:
             biased = (
                 "; with truncation = ignore neither is of the distribution that was sampled" if self.ignores else ""
             )
-            seen = f"{self.diagnosis.tokens} of {self.tokens} tokens, {self.diagnosis.records} of {self.completions}"
-            return (
-                f"clean: these are the logprobs that the trainer scores, up to numerics (scored: {seen} completions)"
-                f"{biased}"
-            )
-        return f"not clean: {'; '.join(f'{finding.name}: {finding.fix}' for finding in self.diagnosis.findings)}"
+            return f"clean: these are the logprobs that the trainer scores, up to numerics ({self.seen}){biased}"
+        fixes = "; ".join(f"{finding.name}: {finding.fix}" for finding in self.diagnosis.findings)
+        return f"not clean: {fixes} ({self.seen})"
+
+    @property
+    def seen(self) -> str:
+        """How much of the report was scored, in words."""
+        diagnosis = self.diagnosis
+        of = f"{diagnosis.tokens} of {self.tokens} tokens, {diagnosis.records} of {self.completions}"
+        return f"scored {of} completions"
 
     @property
     def exit_code(self) -> int:
@@ -69,7 +74,7 @@ def audit_records(
     weights: Mapping[str, Mapping[str, Tensor]] | None = None,
 ) -> ForeignAudit:
     """Which reading of reported logprobs is what the trainer scores. weights: earlier sets to compare with, by name."""
-    scored = [(r.prompt_ids, r.completion_ids) for r in usable(loaded, records)]
+    scored = [(r.prompt_ids, r.completion_ids) for r in usable(loaded, records).values()]
     scoring, budget = scoring_of(config), Budget.starting(loaded.dtype)
     if scored:
         temperature, tokens = config.rollout.temperature, config.optim.token_budget
@@ -100,6 +105,7 @@ def server_records(config: Config, loaded: LoadedModel, url: str, kind: ServerKi
         timeout=SERVER_SECONDS,
         api_key=os.environ.get("RHOTRAIN_SERVER_KEY"),
         kind=kind,
+        tell=lambda text: print(f"audit: {text}", file=sys.stderr, flush=True),
     )
     return [Record(c.prompt_ids, c.completion_ids, c.logprobs, c.finish_reason, c.text) for c in completions]
 

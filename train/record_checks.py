@@ -149,10 +149,11 @@ def _plain(text: str) -> str:
     return "".join(text.replace("\ufffd", "").split())
 
 
-def usable(loaded: LoadedModel, records: Sequence[Record]) -> list[Record]:
-    """The records that can be scored, ids and logprobs cut to pairs. A prompt's logprobs in front are cut off."""
-    found = []
-    for record in records:
+def usable(loaded: LoadedModel, records: Sequence[Record]) -> dict[int, Record]:
+    """Sample -> record, of those that can be scored, ids and logprobs cut to pairs. A prompt's logprobs in front are
+    cut off."""
+    found = {}
+    for sample, record in enumerate(records):
         ids, logprobs = record.completion_ids, record.logprobs
         if len(logprobs) in (len(record.prompt_ids) + len(ids), len(record.prompt_ids) + len(ids) - 1) and ids:
             logprobs = logprobs[-len(ids) :]
@@ -162,5 +163,5 @@ def usable(loaded: LoadedModel, records: Sequence[Record]) -> list[Record]:
         inside = all(0 <= x < loaded.vocab_size for x in ids) and all(0 <= x < _rows(loaded) for x in record.prompt_ids)
         if count and record.prompt_ids and fits and inside:
             kept = None if record.kept_ids is None else record.kept_ids[:count]
-            found.append(replace(record, completion_ids=ids[:count], logprobs=logprobs[:count], kept_ids=kept))
+            found[sample] = replace(record, completion_ids=ids[:count], logprobs=logprobs[:count], kept_ids=kept)
     return found

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from typing import Any
 
 import pytest
@@ -35,7 +36,8 @@ def served() -> LoadedModel:
 @dataclass
 class StandIn:
     """What a server does. kind: which API it has. change: called on an answer before it is sent, may replace it.
-    status: of generating requests. requests: (path, body, headers) that came in."""
+    status: of generating requests. refuses: status of requests with seeds, None where they are known.
+    requests: (path, body, headers) that came in."""
 
     kind: str
     change: Any = None
@@ -45,6 +47,8 @@ class StandIn:
     key: str | None = None
     owner: str = "vllm"
     requests: list[tuple[str, Any, dict[str, str]]] = field(default_factory=list)
+    refuses: int | None = None
+    drawn: Iterator[int] = field(default_factory=count)
 
     @property
     def loaded(self) -> LoadedModel:
@@ -83,7 +87,8 @@ class StandIn:
             stop_token_ids=tuple(p.get("stop_token_ids", ())),
             stop_strings=tuple(p.get("stop", ())),
         )
-        (c,) = self._complete(ids, p["n"], p["sampling_seed"], sampling)
+        # Without a seed every copy draws what it draws.
+        (c,) = self._complete(ids, p["n"], p.get("sampling_seed", len(ids) + 7 * next(self.drawn)), sampling)
         stop = {"type": "stop", "matched": c.stop_reason}
         reason = stop if c.finish_reason == "stop" else {"type": "length", "length": len(c.token_ids)}
         meta = {
@@ -99,7 +104,7 @@ class StandIn:
         sampling = SamplingParams(
             temperature=p["temperature"],
             top_p=p["top_p"],
-            top_k=p["top_k"],
+            top_k=p.get("top_k", 0),
             min_p=p["min_p"],
             max_new_tokens=p["max_tokens"],
             min_new_tokens=p["min_tokens"],
@@ -151,6 +156,10 @@ def running(server: StandIn) -> Iterator[str]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             server.requests.append((self.path, body, dict(self.headers)))
             time.sleep(server.delay)
+            seeds = any("sampling_seed" in p for p in body.get("sampling_params", ()))
+            if server.refuses is not None and seeds:
+                self.answer({"error": "unexpected keyword argument 'sampling_seed'"}, server.refuses)
+                return
             found = server.post(self.path, body)
             if server.change is not None:
                 found = server.change(found)
@@ -232,6 +241,33 @@ def test_what_vllm_is_asked() -> None:
     assert (body["top_k"], body["temperature"], body["max_tokens"]) == (9, 0.8, 5)
     assert (body["logprobs"], body["return_token_ids"], body["skip_special_tokens"]) == (0, True, False)
     assert "stop" not in body and "stop_token_ids" not in body
+
+
+def test_vllm_is_not_asked_for_a_top_k_of_0() -> None:
+    """Older servers refuse 0; newer ones take it for off, as they do its absence."""
+    server = StandIn("vllm")
+    check(server, ask(server))
+    assert "top_k" not in server.requests[-1][1]
+
+
+@pytest.mark.parametrize("status", [400, 422, 500])
+def test_an_sglang_that_does_not_know_seeds_is_asked_once_more(status: int) -> None:
+    server, told = StandIn("sglang", refuses=status), list[str]()
+    check(server, ask(server, kind="sglang", tell=told.append))
+    assert [["sampling_seed" in p for p in body["sampling_params"]] for _, body, _ in server.requests] == [
+        [True] * 6,
+        [False] * 6,
+    ]
+    (text,) = told
+    assert text.startswith("http://127.0.0.1:") and "refused sampling_seed" in text and "without" in text
+
+
+def test_an_sglang_that_refuses_something_else_is_asked_twice_at_most() -> None:
+    told: list[str] = []
+    server = StandIn("sglang", lambda found: {"message": "too long"}, status=400)
+    with pytest.raises(ServerError, match=r"/generate answered with HTTP status 400: .*too long"):
+        ask(server, kind="sglang", tell=told.append)
+    assert len(server.requests) == 2 and not told
 
 
 def test_stop_reasons_come_along() -> None:

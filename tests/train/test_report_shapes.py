@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_faults import budget_of, sample, tiny_llama_case, tiny_sums_case, with_logprobs
+from helpers_faults import budget_of, sample, tiny_llama_case, tiny_sums_case, train, with_logprobs
 from helpers_rollout import one_thread  # noqa: F401
 
 from rhotrain.model.load import LoadedModel, load_model
 from rhotrain.rollout.completion import SamplingParams
 from rhotrain.rollout.engine import Engine
-from rhotrain.train.diagnosis import LONGEST, Diagnosis, Scoring, diagnose
+from rhotrain.train import plain_reading
+from rhotrain.train.diagnosis import Diagnosis, Scoring, correlation, diagnose, inner
+from rhotrain.train.plain_reading import LONGEST
 from rhotrain.train.records import Record, records_of
 
 CASE = tiny_llama_case()
@@ -45,8 +47,9 @@ def changed(change: Change) -> list[Record]:
         (lambda xs: (0.0,) * len(xs), "missing", "exactly 0"),
         (lambda xs: tuple(x / math.log(10) for x in xs), "scale", "base-10"),
         (lambda xs: tuple(x / math.log(2) for x in xs), "scale", "base-2"),
+        (lambda xs: tuple(x / 2 for x in xs), "scale", "0.5 times what"),
     ],
-    ids=["4 decimals", "2 decimals", "half", "bfloat16", "first", "all", "log10", "log2"],
+    ids=["4 decimals", "2 decimals", "half", "bfloat16", "first", "all", "log10", "log2", "halved"],
 )
 def test_a_spoilt_report_is_named(change: Change, name: str, words: str) -> None:
     found = judge(changed(change))
@@ -69,6 +72,51 @@ def test_one_garbage_value_is_an_outlier(value: float) -> None:
     records[5] = replace(records[5], logprobs=(*records[5].logprobs[:2], value, *records[5].logprobs[3:]))
     found = judge(records)
     assert found.names == ("outlier",) and found.findings[0].detail.startswith("1 of ")
+    assert f"token 2 of sample 5: {value:.4g}, scored {clean_records()[5].logprobs[2]:.4g}" in found.findings[0].detail
+
+
+def test_one_garbage_value_does_not_hide_what_the_others_are() -> None:
+    loaded, records = CASE.make(), clean_records()
+    train(loaded, sample(CASE.make(), CASE, SamplingParams(temperature=1.0)), updates=3)
+    records[5] = replace(records[5], logprobs=(-9999.0, *records[5].logprobs[1:]))
+    found = judge(records, loaded=loaded)
+    assert found.names == ("outlier", "other weights") and "token 0 of sample 5: -9999" in found.findings[0].detail
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda xs: (-9999.0, *xs[1:]), "outlier"),
+        (lambda xs: (0.0, *xs[1:]), "missing"),
+        (lambda xs: tuple(x / math.log(2) for x in xs), "scale"),
+        (lambda xs: tuple(round(x, 2) for x in xs), "rounded"),
+    ],
+    ids=["outlier", "missing", "scale", "rounded"],
+)
+def test_spoilt_values_do_not_hide_in_what_is_trimmed_for_sets_computed_again(change: Change, name: str) -> None:
+    loaded = CASE.make()
+    sampling = SamplingParams(temperature=1.0, top_p=0.95)
+    records, scoring = list(records_of(sample(loaded, CASE, sampling))), Scoring.of(sampling, replay=True)
+    assert judge(records, scoring, loaded).clean
+    some = records[:1] if name == "outlier" else records
+    records = [replace(r, logprobs=change(r.logprobs)) if r in some else r for r in records]
+    assert judge(records, scoring, loaded).names == (name,)
+
+
+@pytest.mark.parametrize("share", ["first", "all"])
+def test_zeros_are_missing_where_the_model_is_sure_of_some_tokens(share: str) -> None:
+    loaded = SUMS.make()
+    records = list(records_of(sample(loaded, SUMS, SamplingParams(temperature=1.0))))
+    records = with_logprobs(records, lambda r: (0.0, *((x if share == "first" else 0.0) for x in r.logprobs[1:])))
+    assert judge(records, loaded=loaded).names == ("missing",)
+
+
+def test_zeros_in_place_of_values_are_no_sets_of_one() -> None:
+    """Beside another fault: the zeros are above the full softmax, the values are on both sides of it."""
+    loaded = CASE.make()
+    train(loaded, sample(CASE.make(), CASE, SamplingParams(temperature=1.0)), updates=1, lr=1e-5)
+    records = changed(lambda xs: tuple(0.0 if i % 2 else x for i, x in enumerate(xs)))
+    assert "truncation" not in judge(records, loaded=loaded).names
 
 
 def test_swapped_ids_without_text_are_no_truncation() -> None:
@@ -90,6 +138,50 @@ def test_a_fault_late_in_a_long_file_is_seen_and_only_its_records_are_blamed() -
     assert found.names == ("temperature",)
     assert "about 0.6" in found.findings[0].detail and found.findings[0].detail.startswith("in ")
     assert found.tokens > 1500 and judge(good).clean
+
+
+def test_a_few_tokens_late_in_a_long_file_are_seen() -> None:
+    good = [*clean_records(), *clean_records(), *clean_records()]
+    last = replace(good[-2], logprobs=tuple(x - 0.05 for x in good[-2].logprobs))
+    assert judge([*good, last]).names == ("outlier",)
+
+
+def test_a_few_tokens_that_are_slightly_off_are_not_lost_between_pass_and_search() -> None:
+    """Too few to be looked at alone, too near to be garbage, and not among the tokens of the search."""
+    good = [*clean_records(), *clean_records(), *clean_records()]
+    numbers, tokens = [], 0
+    for i in reversed(range(len(good))):
+        if tokens + len(good[i].completion_ids) < 32:
+            numbers.append(i)
+            tokens += len(good[i].completion_ids)
+    for i in numbers:
+        good[i] = replace(good[i], logprobs=tuple(x - 3e-4 for x in good[i].logprobs))
+    found = judge(good)
+    assert found.names == ("outlier",) and "few completions are off" in found.findings[0].detail
+
+
+def test_one_value_does_not_decide_a_correlation() -> None:
+    a = torch.linspace(-5.0, 0.0, 300, dtype=torch.float64)
+    b = a.clone()
+    b[200] = -9999.0
+    assert abs(correlation(a, b)) < 0.1 and correlation(inner(a), inner(b)) > 0.9
+
+
+def test_few_logits_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    compute = plain_reading.completion_logits
+
+    def watched(loaded: LoadedModel, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> torch.Tensor:
+        logits = compute(loaded, pairs)
+        held.append(logits.numel() * logits.element_size())
+        return logits
+
+    monkeypatch.setattr(plain_reading, "completion_logits", watched)
+    monkeypatch.setattr(plain_reading, "LOGIT_BYTES", 64 << 10)
+    records = clean_records()
+    found = judge(records)
+    assert found.clean and found.tokens == sum(len(r.completion_ids) for r in records)
+    assert len(held) > 2 and max(held) <= 64 << 10
 
 
 def test_the_same_weights_named_as_earlier_ones_are_not_blamed() -> None:
@@ -114,7 +206,7 @@ def test_long_completions_are_judged_by_their_beginning() -> None:
 # ---- half precision -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.8, 1.2])
+@pytest.mark.parametrize("temperature", [0.6, 0.8, 1.2])
 def test_raw_logprobs_of_truncated_sampling_show_inside_the_wide_budget_of_bfloat16(temperature: float) -> None:
     """An engine's raw mode: full softmax at temperature 1, where the trainer scores the kept set. The difference is far
     within bfloat16's starting point, and far above what this model's own rounding is."""
