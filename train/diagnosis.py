@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from rhotrain.model.loaded import LoadedModel
+from rhotrain.train.batching import POSITIVE_LIMIT
 from rhotrain.train.budget import STARTING_POINTS, Budget, Difference
 from rhotrain.train.config import ConfigError
 from rhotrain.train.plain_reading import LOGIT_BYTES, PLAIN_TOKENS, first, places, score_plainly, spread
 from rhotrain.train.readings import ALIGNMENTS, Deviation, Reading, Scoring, Temperature, View, trimmed
-from rhotrain.train.record_checks import POSITIVE, Finding, check_records, usable
+from rhotrain.train.record_checks import Finding, check_records, usable
 from rhotrain.train.records import Record
 from rhotrain.train.report_shapes import OUTLIER_FIX, Report, sentinels, spoilt
 from rhotrain.train.variants import Context, Weights, completion_logits, contexts, rounded_weights, using_weights
@@ -320,7 +321,7 @@ class _Search:
         if spoiled is not None:
             return spoiled
         is_related = related >= max(RELATED, 2.0 / math.sqrt(max(1, len(d))))
-        positive = bool((nearest.reported > POSITIVE).any())
+        positive = bool((nearest.reported > POSITIVE_LIMIT).any())
         shape = self._support_shape() if is_related and not positive and not nearest.deviations else None
         if shape is not None:
             return finding("truncation", f"the logprobs are {shape}")

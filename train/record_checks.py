@@ -5,11 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rhotrain.model.loaded import LoadedModel
+from rhotrain.train.batching import POSITIVE_LIMIT
 from rhotrain.train.readings import Scoring
 from rhotrain.train.records import Record
-
-POSITIVE = 1e-4
-"""A logprob is at most 0; smaller positive values are rounding."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ def _values(loaded: LoadedModel, records: Sequence[Record], scoring: Scoring) ->
     """Logprobs that are no logarithms of a probability."""
     named = [(i, t, x) for i, record in enumerate(records) for t, x in enumerate(record.logprobs)]
     broken = [(i, t, x) for i, t, x in named if not math.isfinite(x)]
-    positive = [(i, t, x) for i, t, x in named if math.isfinite(x) and x > POSITIVE]
+    positive = [(i, t, x) for i, t, x in named if math.isfinite(x) and x > POSITIVE_LIMIT]
     if broken:
         i, t, x = broken[0]
         yield Finding(
