@@ -86,6 +86,11 @@ class LoadedModel:
         return self.head.weight.dtype
 
     @property
+    def full_precision(self) -> bool:
+        """True when it computes in float32 or wider: sampler and trainer then agree to about 1e-5."""
+        return self.dtype in (torch.float32, torch.float64)
+
+    @property
     def num_layers(self) -> int:
         return int(self.config.num_hidden_layers)
 

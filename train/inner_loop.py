@@ -47,7 +47,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.objective: Objective = self.algo.spec()
-        self.anchor = self.algo.anchor(exact=self.loaded.dtype in (torch.float32, torch.float64))
+        self.anchor = self.algo.anchor(exact=self.loaded.full_precision)
 
     @property
     def other_loss_terms(self) -> bool:

@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from rhotrain.train.causes import Bounds, Effect, logprobs
 from rhotrain.train.config import Config
 
@@ -27,9 +25,8 @@ def _clip(config: Config, learner: "Learner") -> str:
             f"warning: the bounds [{objective.ratio_min:g}, {objective.ratio_max:g}] leave out a ratio of 1: every "
             "on-policy token is clipped; ratio_min and ratio_max are values of the ratio, not distances from 1"
         )
-    exact = learner.loaded.dtype in (torch.float32, torch.float64)
     moves_otherwise = learner.loaded.dropout > 0.0 or (
-        learner.anchor == "sampler" and (config.rollouts_ahead or not exact)
+        learner.anchor == "sampler" and (config.rollouts_ahead or not learner.loaded.full_precision)
     )
     if config.algo.updates_per_rollout > 1 or (learner.anchor != "fresh" and moves_otherwise):
         return ""
@@ -49,8 +46,7 @@ def _anchor(learner: "Learner") -> str:
             "warning: reinforce has no ratio: the updates after a rollout's first are off-policy, and nothing limits "
             "or weighs them; grpo, cispo and sapo do"
         )
-    exact = learner.loaded.dtype in (torch.float32, torch.float64)
-    if exact or learner.anchor != "sampler":
+    if learner.loaded.full_precision or learner.anchor != "sampler":
         return ""
     name = str(learner.loaded.dtype).removeprefix("torch.")
     does = "alone may put tokens outside the clip" if objective.kind == "grpo" else "is in every ratio"

@@ -111,7 +111,7 @@ def _model(config: Config, choices: Choices, checkpoint_model: Path | None) -> L
 
 def _check_model(config: Config, loaded: LoadedModel, longest_prompt: int) -> None:
     """What can only be judged with model and prompts at hand. Raises ConfigError."""
-    config.check_anchor(exact=loaded.dtype in (torch.float32, torch.float64))
+    config.check_anchor(exact=loaded.full_precision)
     outside = [i for i in config.rollout.stop_token_ids if i >= loaded.vocab_size]
     if outside:
         raise ConfigError(
