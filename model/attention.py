@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from rhotrain.kernels.attention import AttentionBackend, attention_backend, varlen_attention
-from rhotrain.kernels.paged_attention import paged_attention, write_kv
+from rhotrain.kernels.paged_attention import PagedBatch, paged_attention, write_kv
 
 ATTENTION_NAME = "rhotrain"
 
@@ -113,21 +113,16 @@ class PackedContext:
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """Rollout: sequence b's lens_q[b] packed tokens are the last of its lens_k[b], the earlier ones lie in
-    the pool.
+    """Rollout: K/V of the packed tokens are written into the pool, then each attends over its sequence's pages.
 
-    k_pools, v_pools: one [S, Hk, D] and [S, Hk, E] per layer, S = pages * page_size.
-    slots: int64 [T], where each packed token's K/V goes. block_tables: int64 [B, max_pages], each sequence's
-    pages.
+    k_pools, v_pools: one [pages, page_size, Hk, D] and [pages, page_size, Hk, E] per layer.
+    slots: int64 [T], where each packed token's K/V goes. batch: the sequences and their pages.
     """
 
     k_pools: Sequence[Tensor]
     v_pools: Sequence[Tensor]
     slots: Tensor
-    block_tables: Tensor
-    lens_q: tuple[int, ...]
-    lens_k: tuple[int, ...]
-    page_size: int
+    batch: PagedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,16 +264,7 @@ def _paged(
         raise ValueError("paged attention: this attention module has no layer_idx, so its KV pool is unknown")
     k_pool, v_pool = context.k_pools[layer], context.v_pools[layer]
     write_kv(k_pool, v_pool, k_THD, v_THE, context.slots)
-    return paged_attention(
-        q_THD,
-        k_pool,
-        v_pool,
-        block_tables=context.block_tables,
-        lens_q=context.lens_q,
-        lens_k=context.lens_k,
-        page_size=context.page_size,
-        **options,
-    )
+    return paged_attention(q_THD, k_pool, v_pool, context.batch, **options)
 
 
 AttentionInterface.register(ATTENTION_NAME, rhotrain_attention)

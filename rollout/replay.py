@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rhotrain.kernels.logprob import token_logprobs
+from rhotrain.kernels.paged_attention import PagedBatch
 from rhotrain.model.attention import PagedContext
 from rhotrain.model.loaded import LoadedModel
 
@@ -45,11 +46,10 @@ class _Pool:
     def __init__(self, loaded: LoadedModel, num_pages: int, page_size: int) -> None:
         self.loaded = loaded
         self.page_size = page_size
-        slots = num_pages * page_size
         # Zeros, not empty: decode attention gives unused slots weight 0, and 0 * NaN is NaN.
         self.k_pools, self.v_pools = (
             [
-                torch.zeros(slots, shape[0], shape[side], dtype=loaded.dtype, device=loaded.device)
+                torch.zeros(num_pages, page_size, shape[0], shape[side], dtype=loaded.dtype, device=loaded.device)
                 for shape in loaded.kv_shapes
             ]
             for side in (1, 2)
@@ -59,25 +59,26 @@ class _Pool:
         """Run the tokens spans[i] of rows[i]; earlier ones are in the pool. Returns the logits [rows, V] of the last
         token of each."""
         size, device = self.page_size, self.loaded.device
+        order = sorted(range(len(rows)), key=lambda i: len(spans[i]) > 1)  # decode rows come first
+        rows, spans = [rows[i] for i in order], [spans[i] for i in order]
         width = -(-max(span.stop for span in spans) // size)
         # Padding repeats the sequence's own last page: what lies there cannot be another sequence's NaN.
         tables = [[row.pages[min(i, len(row.pages) - 1)] for i in range(width)] for row in rows]
         slots = [row.pages[i // size] * size + i % size for row, span in zip(rows, spans) for i in span]
+        lens_q, lens_k = [len(span) for span in spans], [span.stop for span in spans]
         context = PagedContext(
             k_pools=self.k_pools,
             v_pools=self.v_pools,
             slots=torch.tensor(slots, device=device),
-            block_tables=torch.tensor(tables, device=device),
-            lens_q=tuple(len(span) for span in spans),
-            lens_k=tuple(span.stop for span in spans),
-            page_size=size,
+            batch=PagedBatch.make(torch.tensor(tables, dtype=torch.int32, device=device), lens_q, lens_k, size),
         )
         ids = torch.tensor([row.tokens[i] for row, span in zip(rows, spans) for i in span], device=device)
         positions = torch.tensor([i for span in spans for i in span], device=device)
         with self.loaded.with_attention(context):
             hidden_TH = self.loaded.hidden(ids, positions)
-        ends = torch.tensor(context.lens_q, device=device).cumsum(0) - 1
-        return self.loaded.head.logits(hidden_TH[ends])
+        ends = torch.tensor(lens_q, device=device).cumsum(0) - 1
+        logits_BV = self.loaded.head.logits(hidden_TH[ends])
+        return logits_BV[torch.tensor(order, device=device).argsort()]
 
 
 def _rows(loaded: LoadedModel, sequences: Sequence[Pair], page_size: int) -> list[_Row]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rhotrain.kernels.logprob import KeptSet
+from rhotrain.kernels.paged_attention import PagedBatch
 from rhotrain.kernels.sampling import Sample, sample_tokens
 from rhotrain.model.attention import PagedContext
 from rhotrain.model.loaded import LoadedModel
@@ -80,7 +81,7 @@ class SamplingPlan:
 
 
 class Runner:
-    """Owns the pool's tensors and runs batches. k_pools, v_pools: [num_pages * page_size, Hk, D] per layer.
+    """Owns the pool's tensors and runs batches. k_pools, v_pools: [num_pages, page_size, Hk, D] per layer.
 
     The pool starts as zeros: decode attention multiplies masked slots by weight 0, and 0 * NaN is NaN.
     """
@@ -88,10 +89,9 @@ class Runner:
     def __init__(self, loaded: LoadedModel, num_pages: int, page_size: int) -> None:
         self.loaded = loaded
         self.page_size = page_size
-        slots = num_pages * page_size
 
         def pool(heads: int, dim: int) -> Tensor:
-            return torch.zeros(slots, heads, dim, dtype=loaded.dtype, device=loaded.device)
+            return torch.zeros(num_pages, page_size, heads, dim, dtype=loaded.dtype, device=loaded.device)
 
         self.k_pools = [pool(heads, key_dim) for heads, key_dim, _ in loaded.kv_shapes]
         self.v_pools = [pool(heads, value_dim) for heads, _, value_dim in loaded.kv_shapes]
@@ -130,8 +130,7 @@ class Runner:
     def _each_page(self, sources: list[int], targets: list[int], scale: int) -> None:
         source, target = self._ints(sources), self._ints(targets)
         for pool in (*self.k_pools, *self.v_pools):
-            paged = pool.view(-1, self.page_size, *pool.shape[1:])
-            paged[target] = paged[source] if scale else 0
+            pool[target] = pool[source] if scale else 0
 
     def _pack(self, batch: Batch) -> tuple[PagedContext, Tensor, Tensor]:
         """The attention context, and ids and positions int64 [T] of the packed tokens."""
@@ -155,10 +154,7 @@ class Runner:
             k_pools=self.k_pools,
             v_pools=self.v_pools,
             slots=packed_3T[2],
-            block_tables=self._ints(tables),
-            lens_q=tuple(count for _, count in batch.rows),
-            lens_k=lens_k,
-            page_size=size,
+            batch=PagedBatch.make(self._ints(tables), [count for _, count in batch.rows], lens_k, size),
         )
         return context, packed_3T[0], packed_3T[1]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rhotrain.kernels import paged_attention as module
+from rhotrain.kernels import paged_cpu as module
 from rhotrain.kernels.attention import varlen_attention
-from rhotrain.kernels.paged_attention import paged_attention, token_slots, write_kv
+from rhotrain.kernels.paged_attention import PagedBatch, paged_attention, token_slots, write_kv
 
 HEADS, GROUPS, DIM, VALUE_DIM = 6, 2, 8, 5
 
@@ -30,16 +30,8 @@ class Batch:
     page_size: int
 
     def paged(self, **options: Any) -> Tensor:
-        return paged_attention(
-            self.q,
-            self.k_pool,
-            self.v_pool,
-            block_tables=self.block_tables,
-            lens_q=self.lens_q,
-            lens_k=self.lens_k,
-            page_size=self.page_size,
-            **options,
-        )
+        batch = PagedBatch.make(self.block_tables, self.lens_q, self.lens_k, self.page_size)
+        return paged_attention(self.q, self.k_pool, self.v_pool, batch, **options)
 
 
 def make_batch(
@@ -58,9 +50,8 @@ def make_batch(
     g = torch.Generator().manual_seed(seed)
     width = max(-(-n // page_size) for n in lens_k) + 1
     pages = torch.randperm(len(lens_k) * width, generator=g).view(len(lens_k), width)
-    slots = pages.numel() * page_size
-    k_pool = torch.full((slots, groups, dim), 1e3, dtype=dtype)
-    v_pool = torch.full((slots, groups, value_dim), 1e3, dtype=dtype)
+    k_pool = torch.full((pages.numel(), page_size, groups, dim), 1e3, dtype=dtype)
+    v_pool = torch.full((pages.numel(), page_size, groups, value_dim), 1e3, dtype=dtype)
     keys, values = [], []
     for table, n in zip(pages, lens_k):
         keys.append(torch.randn(n, groups, dim, generator=g, dtype=torch.float64).to(dtype))
@@ -103,7 +94,7 @@ LENGTHS = {
     "decode": ((1, 1, 1, 1, 1), (1, 16, 17, 5, 40)),
     "prefill": ((3, 16, 20), (3, 16, 20)),
     "chunked prefill": ((4, 2), (19, 33)),
-    "mixed": ((1, 7, 1, 3, 1, 2), (9, 7, 1, 30, 33, 2)),
+    "mixed": ((1, 1, 1, 7, 3, 2), (9, 1, 33, 7, 30, 2)),
     "one": ((1,), (1,)),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -151,7 +142,7 @@ def test_decode_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch((1,) * 13, lens_k, 16)
     truth = by_definition(batch, scale=0.4)
     whole = batch.paged(scale=0.4)
-    row_bytes = max(lens_k) * GROUPS * DIM * 8
+    row_bytes = -(-max(lens_k) // 16) * 16 * GROUPS * DIM * 8
     for rows in (1, 2, 5):
         monkeypatch.setitem(module._CHUNK_BYTES, "cpu", rows * row_bytes)
         out = batch.paged(scale=0.4)
@@ -163,13 +154,12 @@ def test_sequences_share_pages() -> None:
     """A fork: two completions name the prompt's full pages, and each has a page of its own after them."""
     page_size, prompt = 4, 8
     g = torch.Generator().manual_seed(3)
-    k_pool, v_pool = (torch.randn(40, GROUPS, DIM, generator=g, dtype=torch.float64) for _ in range(2))
+    k_pool, v_pool = (torch.randn(10, 4, GROUPS, DIM, generator=g, dtype=torch.float64) for _ in range(2))
     block_tables = torch.tensor([[7, 2, 5], [7, 2, 9]])
     lens = (prompt + 2, prompt + 3)
     q = torch.randn(2, HEADS, DIM, generator=g, dtype=torch.float64)
-    out = paged_attention(
-        q, k_pool, v_pool, block_tables=block_tables, lens_q=(1, 1), lens_k=lens, page_size=page_size, scale=0.4
-    )
+    out = paged_attention(q, k_pool, v_pool, PagedBatch.make(block_tables, (1, 1), lens, page_size), scale=0.4)
+    k_pool, v_pool = k_pool.flatten(0, 1), v_pool.flatten(0, 1)
     for row, (table, n) in enumerate(zip(block_tables.tolist(), lens)):
         slots = [table[t // page_size] * page_size + t % page_size for t in range(n)]
         scores = 0.4 * torch.einsum("thd,hd->ht", k_pool[slots].repeat_interleave(3, 1), q[row])
@@ -178,12 +168,13 @@ def test_sequences_share_pages() -> None:
 
 
 def test_write_kv_writes_only_its_slots_in_the_dtype_of_the_pool() -> None:
-    k_pool, v_pool = torch.zeros(12, 2, 3, dtype=torch.bfloat16), torch.zeros(12, 2, 5, dtype=torch.bfloat16)
+    k_pool, v_pool = (torch.zeros(3, 4, 2, d, dtype=torch.bfloat16) for d in (3, 5))
     k, v = torch.randn(3, 2, 3), torch.randn(3, 2, 5)
     slots = torch.tensor([9, 0, 4])
     addresses = k_pool.data_ptr(), v_pool.data_ptr()
     write_kv(k_pool, v_pool, k, v, slots)
     assert (k_pool.data_ptr(), v_pool.data_ptr()) == addresses
+    k_pool, v_pool = k_pool.flatten(0, 1), v_pool.flatten(0, 1)
     for place, slot in enumerate(slots.tolist()):
         assert torch.equal(k_pool[slot], k[place].bfloat16())
         assert torch.equal(v_pool[slot], v[place].bfloat16())
@@ -200,8 +191,9 @@ def test_token_slots() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lens_q": (1, 2)}, "3 queries"),
-        ({"lens_k": (5,)}, "sequences"),
+        ({"lens_q": (1, 2)}, "2 queries, but the batch has 3"),
+        ({"lens_q": (2, 1)}, "one query must come before"),
+        ({"lens_k": (5,)}, "2 and 1 sequences"),
         ({"lens_k": (5, 99)}, "sequence 1 has 1 queries and 99 keys"),
         ({"lens_q": (2, 0)}, "sequence 1 has 0 queries"),
         ({"backend": "triton"}, "backend"),
@@ -209,6 +201,9 @@ def test_token_slots() -> None:
 )
 def test_wrong_lengths_are_named(change: dict[str, Any], message: str) -> None:
     batch = make_batch((1, 1), (5, 6), 4)
-    arguments: dict[str, Any] = {"lens_q": (1, 1), "lens_k": (5, 6), "page_size": 4, "scale": 1.0, **change}
+    lengths = {"lens_q": (1, 1), "lens_k": (5, 6)}
+    lengths.update({name: value for name, value in change.items() if name in lengths})
+    options = {name: value for name, value in change.items() if name not in lengths}
     with pytest.raises(ValueError, match=message):
-        paged_attention(batch.q, batch.k_pool, batch.v_pool, block_tables=batch.block_tables, **arguments)
+        pages = PagedBatch.make(batch.block_tables, page_size=4, **lengths)
+        paged_attention(batch.q, batch.k_pool, batch.v_pool, pages, scale=1.0, **options)

@@ -7,6 +7,7 @@ import torch
 from helpers_model import FAMILIES, tiny_hf_model, tiny_model
 from torch import Tensor
 
+from rhotrain.kernels.paged_attention import PagedBatch
 from rhotrain.model.attention import PackedContext, PagedContext
 from rhotrain.model.load import LoadedModel
 from rhotrain.model.probe import relative_l2
@@ -93,9 +94,9 @@ class Pool:
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(3))
         self.tables = torch.stack([order[: pages // 2], order[pages // 2 :]])
         self.page_size = page_size
-        rows = pages * page_size
-        self.k = [torch.zeros(rows, heads, d, dtype=loaded.dtype) for heads, d, _ in loaded.kv_shapes]
-        self.v = [torch.zeros(rows, heads, e, dtype=loaded.dtype) for heads, _, e in loaded.kv_shapes]
+        shapes, dtype = loaded.kv_shapes, loaded.dtype
+        self.k = [torch.zeros(pages, page_size, heads, d, dtype=dtype) for heads, d, _ in shapes]
+        self.v = [torch.zeros(pages, page_size, heads, e, dtype=dtype) for heads, _, e in shapes]
 
     def context(self, done: list[int], new: list[int]) -> PagedContext:
         slots = []
@@ -103,7 +104,8 @@ class Pool:
             at = torch.arange(start, start + count)
             slots.append(self.tables[b, at // self.page_size] * self.page_size + at % self.page_size)
         lens_k = tuple(a + b for a, b in zip(done, new))
-        return PagedContext(self.k, self.v, torch.cat(slots), self.tables, tuple(new), lens_k, self.page_size)
+        batch = PagedBatch.make(self.tables, new, lens_k, self.page_size)
+        return PagedContext(self.k, self.v, torch.cat(slots), batch)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from rhotrain.kernels.paged_attention import PagedBatch
 from rhotrain.model import attention
 from rhotrain.model.attention import PackedContext, PagedContext
 from rhotrain.model.load import LoadedModel, LoadError, adopt_model, load_model, save_model
@@ -237,7 +238,8 @@ def test_a_model_without_a_place_for_dropout_is_refused() -> None:
 def test_rollouts_never_see_dropout() -> None:
     """gpt2's residual dropout would reach the sampler without passing attention; the state knows of it."""
     loaded = adopt("gpt2", dropout=0.1)
-    context = PagedContext([], [], torch.arange(6), torch.zeros(1, 2, dtype=torch.int64), (6,), (6,), 4)
+    batch = PagedBatch.make(torch.zeros(1, 2, dtype=torch.int32), (6,), (6,), 4)
+    context = PagedContext([], [], torch.arange(6), batch)
     loaded.model.eval()
     ids = torch.arange(5, 11)
     with (

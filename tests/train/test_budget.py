@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -128,12 +129,12 @@ def test_measures_rounding(dtype: torch.dtype, least: float, most: float) -> Non
 def test_a_wrong_decode_path_does_not_excuse_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode attention that misses a key: far beyond rounding, and the limits stay where they were."""
     loaded = tiny_model("llama")
-    right = paged_attention._decode_chunk
+    right = paged_attention.paged_decode
 
-    def wrong(q: torch.Tensor, cache: object, tables: torch.Tensor, lens: tuple[int, ...]) -> torch.Tensor:
-        return right(q, cache, tables, tuple(max(1, n - 1) for n in lens))  # type: ignore[arg-type]
+    def wrong(q: Any, k_pool: Any, v_pool: Any, tables: Any, lens: torch.Tensor, **options: Any) -> torch.Tensor:
+        return right(q, k_pool, v_pool, tables, (lens - 1).clamp(min=1), **options)
 
-    monkeypatch.setattr(paged_attention, "_decode_chunk", wrong)
+    monkeypatch.setattr(paged_attention, "paged_decode", wrong)
     budget = calibrate(loaded, SEQUENCES, temperature=1.0, token_budget=4096)
     assert budget.measured is not None and budget.measured.mean > 1e-2
     assert len(budget.exceeded(budget.measured)) == 3
