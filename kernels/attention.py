@@ -12,48 +12,24 @@ Shapes: q [T,H,D], k [S,Hk,D], v [S,Hk,E], out [T,H,E]; T and S are sums over se
 Dropout acts on the softmax weights, as in transformers: each is 0 with probability p, else divided by 1 - p, one mask
 per query, head and key, drawn from torch's global generator. The expectation of out is out without dropout.
 Numerics: SDPA and flash-attention accumulate in float32; softcap and sinks run here in float32; float64 stays float64.
-Backends on CUDA, first that fits: flash-attn (fp16 and bf16, softcap or dropout), PyTorch's own varlen attention
-(neither), and a loop of SDPA over segments, which is the path of a CPU and the reference. For 32 segments of 20-80
+Backends on CUDA, first that fits (kernels/flash.py): flash-attn 3, 4, 2, PyTorch's own varlen attention, all in fp16
+and bf16, and a loop of SDPA over segments, which is the path of a CPU and the reference. For 32 segments of 20-80
 tokens, forward and backward on a CPU, the loop takes 0.6 of the time of one padded call and is level with the best
 bucketed one.
 Sources: Dao, arXiv 2307.08691 (flash-attention 2); Gemma 2, arXiv 2408.00118 (softcap); gpt-oss (sinks).
 """
 
-import inspect
-from collections.abc import Callable
-from functools import cache
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rhotrain.kernels.backend import Backend, promote, resolve_backend
+from rhotrain.kernels import flash, flash_calls
+from rhotrain.kernels.backend import promote, resolve_backend
+from rhotrain.kernels.flash import LIBRARIES, AttentionChoice
 
-AttentionBackend = Literal["flash_attn", "torch_varlen", "sdpa"]
-
-_MAX_HEAD_DIM = 256
-"""Largest head dimension of flash-attention 2, which PyTorch's varlen attention wraps too."""
-
-
-@cache
-def flash_attn_function() -> Callable[..., Any] | None:
-    """flash-attn's varlen function; None where it is missing or built for another PyTorch (that import fails)."""
-    try:
-        from flash_attn import flash_attn_varlen_func  # pyright: ignore
-    except ImportError:
-        return None
-    return flash_attn_varlen_func
-
-
-@cache
-def torch_varlen_function() -> Callable[..., Any] | None:
-    """`torch.nn.attention.varlen.varlen_attn`, None where this PyTorch has none with a window."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
+AttentionBackend = Literal["flash_attn3", "flash_attn4", "flash_attn", "torch_varlen", "sdpa"]
 
 
 def attention_backend(
@@ -65,29 +41,24 @@ def attention_backend(
     key_dim: int = 64,
     value_dim: int | None = None,
     dropout: float = 0.0,
+    backend: AttentionChoice = "auto",
 ) -> AttentionBackend:
     """The implementation that `varlen_attention` uses for such tensors; `key_dim`, `value_dim` are D and E.
 
-    With dropout, flash-attn where there is no softcap (its kernel refuses the two together), else SDPA: PyTorch's
-    varlen attention has no dropout.
+    backend: "auto" (and "triton", which has no kernel for this) takes the first library that can run the call, else
+    SDPA; "reference" and "sdpa" take SDPA; a library's name takes that one. ValueError when it cannot run the call.
     """
+    flash.check_choice(backend)
     device = torch.device(device)
-    has_sinks = isinstance(sinks, Tensor) or bool(sinks)
-    fits = (
-        device.type == "cuda"
-        and dtype in (torch.float16, torch.bfloat16)
-        and key_dim == (value_dim or key_dim)
-        and key_dim % 8 == 0
-        and key_dim <= _MAX_HEAD_DIM
-        and not has_sinks
-    )
-    if not fits or torch.cuda.get_device_capability(device) < (8, 0):
+    if backend in ("reference", "sdpa") or (backend not in LIBRARIES and flash.capability(device) is None):
         return "sdpa"
-    if flash_attn_function() is not None and (softcap is None or not dropout):
-        return "flash_attn"
-    if torch_varlen_function() is not None and softcap is None and not dropout:
-        return "torch_varlen"
-    return "sdpa"
+    has_sinks = isinstance(sinks, Tensor) or bool(sinks)
+    dims = (key_dim, value_dim or key_dim)
+    call = flash.Call(device, dtype, *dims, softcap=softcap is not None, sinks=has_sinks, dropout=dropout > 0)
+    if backend in LIBRARIES:
+        flash.require(backend, call)  # type: ignore[arg-type]
+        return backend  # type: ignore[return-value]
+    return flash_calls.first_fitting(call) or "sdpa"
 
 
 def causal_mask(m: int, n: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -175,62 +146,6 @@ def _sdpa_loop(
     return torch.cat(out, 2)[0].transpose(0, 1)
 
 
-def _flash_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    dropout: float,
-) -> Tensor:
-    function = flash_attn_function()
-    assert function is not None
-    return function(
-        q,
-        k,
-        v,
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
-        dropout_p=dropout,
-        softmax_scale=scale,
-        causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-        softcap=softcap or 0.0,
-    )
-
-
-def _torch_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """PyTorch's varlen attention; causal is a right window of 0. 2.11 lacks `enable_gqa`, so heads are repeated."""
-    function = torch_varlen_function()
-    assert function is not None
-    grouped: dict[str, bool] = {}
-    if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in inspect.signature(function).parameters:
-            grouped = {"enable_gqa": True}
-        else:
-            repeats = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    left = -1 if window is None else window - 1
-    return function(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(left, 0), **grouped)
-
-
 def _lengths(cu: Tensor, lens: tuple[int, ...] | None) -> tuple[int, ...]:
     return tuple(cu.diff().tolist()) if lens is None else tuple(lens)
 
@@ -251,7 +166,7 @@ def varlen_attention(
     dropout: float = 0.0,
     lens_q: tuple[int, ...] | None = None,
     lens_k: tuple[int, ...] | None = None,
-    backend: Backend = "auto",
+    backend: AttentionChoice = "auto",
 ) -> Tensor:
     """Causal attention of each segment's queries over its own keys: [T,H,E], differentiable in q, k, v and sinks.
 
@@ -259,20 +174,20 @@ def varlen_attention(
     scale: factor of the scores. window: keys a query sees at most, its own included. softcap, sinks [H]: see above.
     dropout: probability that a weight is dropped; other masks at every call, the same after the same torch.manual_seed.
     lens_q, lens_k: the lengths as Python numbers, so that the SDPA path need not read cu_q and cu_k back.
-    backend: "reference" takes the SDPA loop everywhere; "auto" what `attention_backend` names.
+    backend: "reference" takes the SDPA loop everywhere; "auto" and names of libraries what `attention_backend` says.
 
-    ValueError: a dropout outside of [0, 1), more queries than keys in a segment, or (SDPA path) lengths that do not add
-    up to T and S.
+    ValueError: a dropout outside of [0, 1), a backend that cannot run the call, more queries than keys in a segment, or
+    (SDPA path) lengths that do not add up to T and S.
     """
-    resolve_backend(backend, q_THD)
+    if backend == "triton":
+        resolve_backend(backend, q_THD)
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout: {dropout} is no probability of dropping a weight; need 0 <= dropout < 1")
     dims = {"key_dim": q_THD.shape[2], "value_dim": v_SKE.shape[2]}
-    choice = attention_backend(q_THD.device, q_THD.dtype, softcap, sinks, dropout=dropout, **dims)
-    if choice == "flash_attn" and backend == "auto":
-        return _flash_attn(q_THD, k_SKD, v_SKE, cu_q, cu_k, max_q, max_k, scale, window, softcap, dropout)
-    if choice == "torch_varlen" and backend == "auto":
-        return _torch_varlen(q_THD, k_SKD, v_SKE, cu_q, cu_k, max_q, max_k, scale, window)
+    choice = attention_backend(q_THD.device, q_THD.dtype, softcap, sinks, dropout=dropout, backend=backend, **dims)
+    if choice != "sdpa":
+        options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "dropout": dropout}
+        return flash_calls.varlen(choice, q_THD, k_SKD, v_SKE, cu_q, cu_k, max_q, max_k, **options)  # type: ignore[arg-type]
     m, n = _lengths(cu_q, lens_q), _lengths(cu_k, lens_k)
     if sum(m) != len(q_THD) or sum(n) != len(k_SKD):
         raise ValueError(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from rhotrain.kernels.attention import AttentionBackend, attention_backend, varlen_attention
+from rhotrain.kernels.flash import AttentionChoice
 from rhotrain.kernels.paged_attention import PagedBatch, paged_attention, write_kv
 
 ATTENTION_NAME = "rhotrain"
@@ -142,10 +143,12 @@ class LayerCall:
 @dataclass(eq=False)
 class AttentionState:
     """Shared by all modules of one model. `calls` counts calls of the attention function; `record`, when a
-    list, gets one LayerCall per call. `dropout` is above 0 while `LoadedModel.with_dropout` is open."""
+    list, gets one LayerCall per call. `dropout` is above 0 while `LoadedModel.with_dropout` is open. `backend`
+    is what packed and paged attention are asked to run by ("auto": the best that is here)."""
 
     context: PackedContext | PagedContext | None = None
     dropout: float = 0.0
+    backend: AttentionChoice = "auto"
     calls: int = 0
     record: list[LayerCall] | None = field(default=None, repr=False)
 
@@ -221,13 +224,23 @@ def rhotrain_attention(
     if state.record is not None:
         unknown = tuple(sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS_ARGUMENTS))
         key_dim, value_dim = key.shape[3], value.shape[3]
-        backend = attention_backend(
-            query.device, query.dtype, softcap, s_aux, key_dim=key_dim, value_dim=value_dim, dropout=dropout
-        )
+        asked: dict[str, Any] = {
+            "key_dim": key_dim,
+            "value_dim": value_dim,
+            "dropout": dropout,
+            "backend": state.backend,
+        }
+        backend = attention_backend(query.device, query.dtype, softcap, s_aux, **asked)
         state.record.append(LayerCall(layer, key.shape[1], key_dim, value_dim, sliding_window, unknown, backend))
     q_THD, k_THD, v_THE = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    options = {"scale": scale, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
+    options = {
+        "scale": scale,
+        "window": sliding_window,
+        "softcap": softcap,
+        "sinks": s_aux,
+        "backend": state.backend,
+    }
     if isinstance(state.context, PagedContext):
         out_THE = _paged(state.context, layer, q_THD, k_THD, v_THE, options)
     else:

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rhotrain.kernels.flash import AttentionChoice
 from rhotrain.model import sources
 from rhotrain.model.attention import ATTENTION_NAME, attach_state
 from rhotrain.model.dropout import zero_dropout
 from rhotrain.model.folders import write_folder
+from rhotrain.model.fused import fuse_layers
 from rhotrain.model.head import head_of
 from rhotrain.model.loaded import LoadedModel, LoadError, check_dropout, quiet_transformers
 from rhotrain.model.probe import probe as run_probe
@@ -29,6 +31,8 @@ def load_model(
     gradient_checkpointing: bool = False,
     need_chat_template: bool = False,
     dropout: float = 0.0,
+    fused_layers: str = "off",
+    attention: AttentionChoice = "auto",
     probe: bool = True,
 ) -> LoadedModel:
     """Load `spec`: a Hugging Face folder, a hub id, a .gguf file, or a preset (`tiny-sums`, `smollm2`).
@@ -36,6 +40,10 @@ def load_model(
     device `auto`: CUDA where there is one. dtype `auto`: bfloat16 on CUDA, float32 on a CPU.
     tokenizer: folder or hub id of another tokenizer. need_chat_template: refuse a tokenizer without one.
     dropout: what `LoadedModel.with_dropout` puts in; outside of it every probability is 0, asked for or not.
+    fused_layers: how RMSNorm, gated MLP and rotary run, in training and rollout alike: `off`, `auto` (measured),
+    `liger`,
+        `compile`, `torch`, or what `LoadedModel.fused.spec` of an earlier load says.
+    attention: force an attention backend; `auto` takes the best that is here.
     Raises LoadError; its message names the model and the reason or the fix.
     """
     check_dropout(spec, dropout)
@@ -54,6 +62,8 @@ def load_model(
         gradient_checkpointing=gradient_checkpointing,
         need_chat_template=need_chat_template,
         dropout=dropout,
+        fused_layers=fused_layers,
+        attention=attention,
         probe=probe,
         notes=notes,
     )
@@ -67,12 +77,14 @@ def adopt_model(
     gradient_checkpointing: bool = False,
     need_chat_template: bool = False,
     dropout: float = 0.0,
+    fused_layers: str = "off",
+    attention: AttentionChoice = "auto",
     probe: bool = True,
     notes: tuple[str, ...] = (),
 ) -> LoadedModel:
     """Turn a Hugging Face causal LM in memory into a LoadedModel, changing it in place: our attention, train
-    mode, no dropout, neutral generation settings. `dropout` as in `load_model`: a model without a place for it is
-    refused. Raises LoadError for what cannot be trained or sampled honestly."""
+    mode, no dropout, neutral generation settings. `dropout`, `fused_layers`, `attention` as in `load_model`: a model
+    without a place for dropout is refused. Raises LoadError for what cannot be trained or sampled honestly."""
     hf: Any = model
     check_dropout(spec, dropout)
     refuse_by_config(hf.config, spec)
@@ -113,6 +125,10 @@ def adopt_model(
         notes=(*notes, *dropout_notes, *generation_notes(generation), *position_notes),
         gradient_checkpointing=gradient_checkpointing,
     )
+    loaded.attention.backend = attention
+    if fused_layers != "off":
+        loaded.fused = fuse_layers(loaded, fused_layers)
+        loaded.notes = (*loaded.notes, loaded.fused.describe())
     if probe:
         run_probe(loaded)
     if dropout:

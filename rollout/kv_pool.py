@@ -8,15 +8,34 @@ A group's prompt is computed once and its pages are shared by the members (vLLM'
 copied when a member first writes into it; the last holder keeps the original, so a group of G costs G - 1 copies and
 never more.
 
+Prompts that begin alike (a system prompt, few-shot examples) share too: a full prompt page is known by a key of all the
+tokens up to its end, and stays findable after its last holder gave it up, until its room is needed. K/V are those of
+one set of weights: whoever changes the weights must `forget`.
+
 The tensors themselves belong to `runner.py`; nothing here knows torch.
 """
 
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+
+
+def prefix_keys(tokens: Sequence[int], page_size: int) -> list[bytes]:
+    """One key per full page of `tokens`: a digest of every token up to the page's end (16 bytes: a collision among
+    10^12 pages has probability 10^-15)."""
+    keys, digest = [], blake2b(digest_size=16)
+    for stop in range(page_size, len(tokens) + 1, page_size):
+        digest.update(array("q", tokens[stop - page_size : stop]).tobytes())
+        keys.append(digest.digest())
+    return keys
 
 
 @dataclass(slots=True)
 class KVPool:
     """A fixed number of pages with reference counts. Free pages are a stack: deterministic, and warm pages come first.
+    Those that hold a known prefix are taken last, the one that lay unused longest before the others.
 
     num_pages, page_size: both >= 1. peak: the most pages held at once since `peak` was last set.
     Raises ValueError on a bad size.
@@ -27,6 +46,9 @@ class KVPool:
     peak: int = 0
     _holders: list[int] = field(init=False, repr=False)
     _free: list[int] = field(init=False, repr=False)
+    _key: dict[int, bytes] = field(init=False, repr=False, default_factory=dict)
+    _page: dict[bytes, int] = field(init=False, repr=False, default_factory=dict)
+    _resting: OrderedDict[int, None] = field(init=False, repr=False, default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
         for name in ("num_pages", "page_size"):
@@ -38,12 +60,12 @@ class KVPool:
     @property
     def free(self) -> int:
         """Pages that nobody holds."""
-        return len(self._free)
+        return len(self._free) + len(self._resting)
 
     @property
     def used(self) -> int:
         """Pages that somebody holds; a shared page counts once."""
-        return self.num_pages - len(self._free)
+        return self.num_pages - self.free
 
     def pages_for(self, tokens: int) -> int:
         """Pages that `tokens` tokens take."""
@@ -79,21 +101,58 @@ class KVPool:
         return copy
 
     def share(self, pages: list[int]) -> list[int]:
-        """A second page table over the same pages."""
+        """A second page table over the same pages. Pages that nobody holds are held again."""
         for page in pages:
+            if self._holders[page] == 0:
+                del self._resting[page]
             self._holders[page] += 1
+        self.peak = max(self.peak, self.used)
         return list(pages)
 
-    def release(self, pages: list[int]) -> list[int]:
-        """Give up a page table; it is emptied. Returns the pages that nobody holds any more."""
+    def release(self, pages: list[int], *, spoilt: bool = False) -> list[int]:
+        """Give up a page table; it is emptied. Returns the pages that nobody holds any more.
+
+        spoilt: what lies in them must not be found again.
+        """
         freed = []
         for page in reversed(pages):
             self._holders[page] -= 1
+            if spoilt:
+                self._unname(page)
             if self._holders[page] == 0:
                 freed.append(page)
-        self._free.extend(freed)
+                if page in self._key:
+                    self._resting[page] = None
+                else:
+                    self._free.append(page)
         pages.clear()
         return freed
+
+    def name(self, page: int, key: bytes) -> None:
+        """Let a held page be found by its key. The first page of a key keeps it."""
+        if key not in self._page:
+            self._page[key], self._key[page] = page, key
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """The pages of the longest known prefix of `keys`, held or not; `share` them before anything is taken."""
+        pages = []
+        for key in keys:
+            page = self._page.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def resting(self, pages: list[int]) -> int:
+        """How many of these pages nobody holds: `share` takes them out of the free ones."""
+        return sum(self._holders[page] == 0 for page in pages)
+
+    def forget(self) -> None:
+        """No page can be found any more: the weights changed."""
+        self._free.extend(reversed(self._resting))
+        self._resting.clear()
+        self._key.clear()
+        self._page.clear()
 
     def _must_copy(self, pages: list[int], start: int) -> bool:
         """True when `start` falls into a page that is already there and that others hold too."""
@@ -101,6 +160,15 @@ class KVPool:
         return index < len(pages) and self._holders[pages[index]] > 1
 
     def _take(self) -> int:
-        page = self._free.pop()
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._resting.popitem(last=False)
+            self._unname(page)
         self._holders[page] = 1
         return page
+
+    def _unname(self, page: int) -> None:
+        key = self._key.pop(page, None)
+        if key is not None:
+            del self._page[key]

@@ -77,7 +77,7 @@ class _Pool:
         with self.loaded.with_attention(context):
             hidden_TH = self.loaded.hidden(ids, positions)
         ends = torch.tensor(lens_q, device=device).cumsum(0) - 1
-        logits_BV = self.loaded.head.logits(hidden_TH[ends])
+        logits_BV = self.loaded.packed.head_logits(hidden_TH[ends])
         return logits_BV[torch.tensor(order, device=device).argsort()]
 
 
@@ -140,11 +140,12 @@ def decode_logprobs(
         for row, value in zip(batch, out.logprobs.cpu()):
             found[row.index].append(value)
 
-    for batch in _prompt_batches(rows):
-        keep(batch, pool.last_logits(batch, [range(row.prompt_len) for row in batch]), 0)
-    for step in range(1, max((row.drawn for row in rows), default=0)):
-        rows = [row for row in rows if row.drawn > step]
-        spans = [range(row.prompt_len + step - 1, row.prompt_len + step) for row in rows]
-        keep(rows, pool.last_logits(rows, spans), step)
+    with loaded.packed.using():
+        for batch in _prompt_batches(rows):
+            keep(batch, pool.last_logits(batch, [range(row.prompt_len) for row in batch]), 0)
+        for step in range(1, max((row.drawn for row in rows), default=0)):
+            rows = [row for row in rows if row.drawn > step]
+            spans = [range(row.prompt_len + step - 1, row.prompt_len + step) for row in rows]
+            keep(rows, pool.last_logits(rows, spans), step)
     dtype = torch.promote_types(loaded.dtype, torch.float32)
     return [torch.stack(values) if values else torch.zeros(0, dtype=dtype) for values in found]

@@ -8,19 +8,23 @@ some of the rest; when it reaches the last one, its logits are sampled. So there
        ^                  |
        +---- preempt -----+      pages are freed; tokens, logprobs and what was kept stay
 
-Order is age: (group, member). The oldest runs first and the youngest is preempted, so the oldest always moves and every
-call ends. What can never fit alone is refused by the engine at submit, so the only running sequence is never preempted.
-(vLLM's recompute preemption; its deadlocks are vllm-project/vllm issues 39734 and 546.)
+Order is age: (rank of the group, member). The oldest runs first and the youngest is preempted, so the oldest always
+moves and every call ends. What can never fit alone is refused by the engine at submit, so the only running sequence is
+never preempted. (vLLM's recompute preemption; its deadlocks are vllm-project/vllm issues 39734 and 546.)
 
 A group enters as its first member. Its prompt is run once, the other members are forked from it and the first tokens of
 all of them are drawn from that one row of logits. (nano-vllm issues 208 and 219: equal prompts that arrive together are
-computed G times there.)
+computed G times there.) Full pages of a prompt that another prompt begins with are shared as well, in the very step
+that computes them too: a layer writes the K/V of all tokens of a step before any of them attends.
+
+When nothing is to be decided for a while, that is when every running sequence decodes and nobody can be admitted, the
+pages of the next steps are reserved at once and the steps run as a burst, without a look at the sequences in between.
 """
 
 from bisect import insort
 from dataclasses import dataclass, field
 
-from rhotrain.rollout.kv_pool import KVPool
+from rhotrain.rollout.kv_pool import KVPool, prefix_keys
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +54,12 @@ class Sequence:
     @property
     def age(self) -> tuple[int, int]:
         """Smaller is older."""
-        return (self.group.index, self.member)
+        return (self.group.rank, self.member)
+
+    @property
+    def left(self) -> int:
+        """How many tokens may still be drawn."""
+        return self.group.limit + 1 - len(self.tokens)
 
     @property
     def width(self) -> int:
@@ -62,20 +71,33 @@ class Sequence:
 class Group:
     """The completions of one prompt.
 
+    index: its place among the prompts. rank: its turn; smaller goes first.
     limit: most tokens that a member ever has in the pool: prompt + max_new_tokens - 1, for the last token is never run.
+    keys: of the prompt's full pages, see `prefix_keys`; set when the group is queued.
     forked: the prompt was run, and the members have their own page tables.
     """
 
     index: int
+    rank: int
     prompt_len: int
     limit: int
+    keys: list[bytes] = field(default_factory=list)
     members: list[Sequence] = field(default_factory=list)
     forked: bool = False
 
     @classmethod
-    def make(cls, index: int, prompt: list[int], samples: list[int], max_new_tokens: int) -> "Group":
-        """A group with one member per sample number."""
-        group = cls(index, len(prompt), len(prompt) + max_new_tokens - 1)
+    def make(
+        cls,
+        index: int,
+        prompt: list[int],
+        samples: list[int],
+        max_new_tokens: int,
+        *,
+        rank: int | None = None,
+    ) -> "Group":
+        """A group with one member per sample number. rank: `index` unless given."""
+        limit = len(prompt) + max_new_tokens - 1
+        group = cls(index, index if rank is None else rank, len(prompt), limit)
         group.members = [Sequence(group, member, s, list(prompt)) for member, s in enumerate(samples)]
         return group
 
@@ -113,17 +135,29 @@ class Counts:
     again: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """`steps` decode steps of all `sequences`, whose pages are reserved; `copies` are to be made before the first."""
+
+    sequences: list[Sequence]
+    steps: int
+    copies: list[tuple[int, int]]
+
+
 @dataclass(slots=True)
 class Scheduler:
     """pool: the pages. max_batch_tokens: most tokens of one step. max_running: most sequences that hold pages.
 
     A group that is larger than max_running runs alone: its prompt is run once, then the members take turns.
+    found: prompt tokens that were not run, for their pages were there.
     """
 
     pool: KVPool
     max_batch_tokens: int
     max_running: int
     preemptions: int = 0
+    found: int = 0
+    blocked: bool = False
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
 
@@ -133,8 +167,10 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, group: Group) -> None:
-        """Queue a group. Groups must come in order of their index."""
+        """Queue a group. Groups must come in order of their rank."""
+        group.keys = prefix_keys(group.members[0].tokens, self.pool.page_size)
         self.waiting.append(group.members[0])
+        self.blocked = False
 
     def schedule(self) -> Batch:
         """The next step: running sequences by age, then, when nothing had to be preempted, waiting ones."""
@@ -144,7 +180,10 @@ class Scheduler:
         before = self.preemptions
         self._continue_running(batch)
         if self.preemptions == before:
+            continued = len(batch.rows)
             self._admit_waiting(batch)
+            # Until a sequence ends, pages and places only get scarcer: nobody needs to ask again before.
+            self.blocked = bool(self.waiting) and len(batch.rows) == continued
         # Decode rows first: the attention kernels take them as one contiguous batch.
         batch.rows.sort(key=lambda row: row[1] > 1)
         return batch
@@ -162,10 +201,32 @@ class Scheduler:
                 self._fork(sequence)
         return counts
 
-    def finish(self, sequence: Sequence) -> list[int]:
-        """Take a finished sequence out. Returns the pages that became free."""
+    def burst(self, most: int) -> Burst | None:
+        """Up to `most` decode steps that need no decision, with their pages reserved; None when one is needed now."""
+        rows = self.running
+        if not rows or (self.waiting and not self.blocked) or len(rows) > min(self.max_batch_tokens, self.max_running):
+            return None
+        if any(not s.group.forked or len(s.tokens) - s.cached != 1 for s in rows):
+            return None
+        steps = min(most, max(s.left for s in rows))
+        while steps and sum(self._burst_cost(s, steps) for s in rows) > self.pool.free:
+            steps //= 2
+        if not steps:
+            return None
+        copies = [self.pool.extend(s.pages, s.cached, min(s.cached + steps, s.group.limit)) for s in rows]
+        return Burst(list(rows), steps, [copy for copy in copies if copy is not None])
+
+    def settle(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Note what a running sequence drew in a burst: all of it is cached but the last token."""
+        sequence.tokens += tokens
+        sequence.cached += len(tokens)
+        sequence.seen = max(sequence.seen, sequence.cached)
+
+    def finish(self, sequence: Sequence, *, spoilt: bool = False) -> list[int]:
+        """Take a finished sequence out. Returns the pages that became free. spoilt: nobody may find them again."""
         self.running.remove(sequence)
-        return self.pool.release(sequence.pages)
+        self.blocked = False
+        return self.pool.release(sequence.pages, spoilt=spoilt)
 
     def clear(self) -> None:
         """Drop everything that waits or runs and free its pages."""
@@ -173,6 +234,7 @@ class Scheduler:
             self.pool.release(sequence.pages)
         self.running.clear()
         self.waiting.clear()
+        self.blocked = False
 
     def _continue_running(self, batch: Batch) -> None:
         index = 0
@@ -182,8 +244,21 @@ class Scheduler:
             if not self._make_room(sequence, total):
                 return
             copy = self.pool.extend(sequence.pages, sequence.cached, total)
-            batch.add(sequence, min(total - sequence.cached, self.max_batch_tokens - batch.tokens), copy)
+            self._add(batch, sequence, copy)
             index += 1
+
+    def _add(self, batch: Batch, sequence: Sequence, copy: tuple[int, int] | None) -> None:
+        """Append a row, and let the prompt pages that it completes be found, by later rows of this very batch too."""
+        count = min(len(sequence.tokens) - sequence.cached, self.max_batch_tokens - batch.tokens)
+        batch.add(sequence, count, copy)
+        size, keys = self.pool.page_size, sequence.group.keys
+        for index in range(sequence.cached // size, min((sequence.cached + count) // size, len(keys))):
+            self.pool.name(sequence.pages[index], keys[index])
+
+    def _burst_cost(self, sequence: Sequence, steps: int) -> int:
+        """Free pages that `steps` more tokens of a sequence take."""
+        stop = min(sequence.cached + steps, sequence.group.limit)
+        return self.pool.extension_cost(sequence.pages, sequence.cached, stop)
 
     def _make_room(self, sequence: Sequence, total: int) -> bool:
         """Preempt the youngest until `sequence` can be extended; False when it was itself the youngest.
@@ -220,19 +295,23 @@ class Scheduler:
         while self.waiting and batch.tokens < self.max_batch_tokens:
             sequence = self.waiting[0]
             total, width = len(sequence.tokens), sequence.width
-            prefix = self._shared_prefix(sequence)
+            # At least one token is run, so that there are logits to draw from.
+            prefix = self.pool.find(sequence.group.keys[: (total - 1) // self.pool.page_size])
             pages = self.pool.pages_for(total)
             ahead = self._next_pages(sequence, pages)
             if rows and rows + width > self.max_running:
                 return
-            if pages - len(prefix) + (reserve + ahead if rows else 0) > self.pool.free:
+            taken = pages - len(prefix) + self.pool.resting(prefix)
+            if taken + (reserve + ahead if rows else 0) > self.pool.free:
                 return
             self.waiting.pop(0)
             sequence.pages = self.pool.share(prefix)
             sequence.cached = len(prefix) * self.pool.page_size
+            self.found += max(0, sequence.cached - sequence.seen)
+            sequence.seen = max(sequence.seen, sequence.cached)
             copy = self.pool.extend(sequence.pages, sequence.cached, total)
             insort(self.running, sequence, key=lambda s: s.age)
-            batch.add(sequence, min(total - sequence.cached, self.max_batch_tokens - batch.tokens), copy)
+            self._add(batch, sequence, copy)
             rows, reserve = rows + width, reserve + ahead
 
     def _next_pages(self, sequence: Sequence, held: int) -> int:
@@ -244,20 +323,6 @@ class Scheduler:
             return 0
         # The last holder of a partial prompt page keeps it.
         return sequence.width - (group.prompt_len % self.pool.page_size > 0)
-
-    def _shared_prefix(self, sequence: Sequence) -> list[int]:
-        """Full prompt pages of a running member of the same group, so that a recomputed one shares them again.
-
-        A group that was never forked has no other member; a forked one has drawn tokens, so at least one token is run.
-        """
-        group = sequence.group
-        if not group.forked:
-            return []
-        full = group.prompt_len // self.pool.page_size
-        for member in group.members:
-            if member.cached >= full * self.pool.page_size and member.pages:
-                return member.pages[:full]
-        return []
 
     def _fork(self, leader: Sequence) -> None:
         """Give the other members of the leader's group its pages; they stand beside it in `running`."""

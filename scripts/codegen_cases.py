@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rhotrain.kernels.linear import linear_policy_loss, linear_token_logprobs
 from rhotrain.kernels.logprob import SavedStats, backward_rows, forward_rows, token_logprobs
+from rhotrain.kernels.paged_kernels import decode_triton, write_triton
 from rhotrain.kernels.policy_loss import policy_loss
 from rhotrain.kernels.policy_rows import PolicyCall, PolicyInputs
 from rhotrain.kernels.rows import KeptSet, check_rows
@@ -231,6 +232,58 @@ def record_sampling(recorder: Any, dtype: torch.dtype, vocab: int, *, aligned: b
             samples(torch.zeros(rows, columns, dtype=dtype)[:, :vocab], allowed)
 
 
+# ---- paged_kernels.py -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PagedCase:
+    """Constexprs of the kernels over pages. options: with softcap and sinks. quick: also in the default tests."""
+
+    dtype: torch.dtype = torch.bfloat16
+    group: int = 2
+    dim: int = 128
+    value_dim: int = 128
+    page_size: int = 16
+    options: bool = False
+    quick: bool = False
+
+    def record(self, recorder: Any, skipped: int = 0) -> None:
+        with recorder.recording(f"paged {self}"):
+            for rows, width in ((1, 1), (2, 40), (7, 33), (300, 2560)):
+                self.call(rows, width, skipped)
+
+    def call(self, rows: int, width: int, skipped: int) -> None:
+        """One step of decode: keys come with the heads before the tokens, queries (aligned ones) with either order."""
+        key_heads = 8
+        pools = [torch.zeros(3, self.page_size, key_heads, d, dtype=self.dtype) for d in (self.dim, self.value_dim)]
+        keys, values = (
+            torch.zeros(key_heads, rows, d, dtype=self.dtype).transpose(0, 1) for d in (self.dim, self.value_dim)
+        )
+        write_triton(pools[0], pools[1], keys, values, torch.zeros(rows + skipped, dtype=torch.int64)[skipped:])
+        heads = key_heads * self.group
+        q = torch.zeros(rows + skipped, heads, self.dim, dtype=self.dtype)[skipped:]
+        tables = torch.zeros(rows + skipped, width, dtype=torch.int32)[skipped:]
+        lens = torch.zeros(rows + skipped, dtype=torch.int32)[skipped:]
+        more: dict[str, Any] = {}
+        if self.options:
+            more = {"softcap": 20.0 + rows, "sinks": torch.zeros(heads)}
+        for window in (None, 1, 1000 + rows):
+            queries = q if window is None or self.dim % 16 else q.transpose(0, 1).contiguous().transpose(0, 1)
+            decode_triton(queries, pools[0], pools[1], tables, lens, scale=0.1 * rows, window=window, **more)
+
+
+def paged_cases() -> Iterator[PagedCase]:
+    """Every type with every dimension, and for one of them every page size, group and option."""
+    yield PagedCase(options=True, quick=True)
+    for dtype, (dim, value_dim) in product(DTYPES, ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (5, 7))):
+        quick = (dtype, dim) in ((torch.float32, 64), (torch.bfloat16, 256))
+        yield PagedCase(dtype, dim=dim, value_dim=value_dim, quick=quick)
+    for page_size in (1, 24, 64, 256):
+        yield PagedCase(page_size=page_size)
+    for group in (1, 7, 20):
+        yield PagedCase(group=group)
+
+
 # ---- all ------------------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +311,9 @@ def record(recorder: Any, *, quick: bool) -> None:
     for dtype, vocab, aligned, restricted in product(DTYPES, SAMPLED, BOTH, BOTH):
         if not quick or (dtype, vocab, aligned, restricted) == (torch.bfloat16, SAMPLED[-1], True, False):
             record_sampling(recorder, dtype, vocab, aligned=aligned, restricted=restricted)
+    for paged in paged_cases():
+        if paged.quick or not quick:
+            paged.record(recorder)
 
 
 def record_pieces(recorder: Any) -> None:
@@ -272,6 +328,8 @@ def record_pieces(recorder: Any) -> None:
         with recorder.recording(f"linear {kept=}"):
             for count, chunk in ((4, 4), (7, 3), (9, 1)):
                 linear(count, chunk, kept)
+    for skipped in (0, 1, 2, 3):
+        PagedCase(options=True).record(recorder, skipped)
     for start in (0, 1, 2):
         values = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seeds": 0, "samples": 0, "positions": 0}
         per_row: dict[str, Any] = {name: torch.full((start + 4,), value)[start:] for name, value in values.items()}

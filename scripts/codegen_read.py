@@ -19,6 +19,12 @@ class Loop:
         return bool(self.loads) and min(self.loads) >= 16
 
     @property
+    def paged(self) -> bool:
+        """The same but for page numbers: loads of 4 bytes, at most one for each of the others."""
+        narrow = [size for size in self.loads if size < 16]
+        return set(narrow) == {4} and 2 * len(narrow) <= len(self.loads)
+
+    @property
     def wide_stores(self) -> bool:
         """It writes, and only 16 bytes or more at a time."""
         return bool(self.stores) and min(self.stores) >= 16
@@ -79,7 +85,7 @@ def narrow_offsets(ttir: str, strides: Sequence[str] = ()) -> list[str]:
             found.append(f"{op} {rest}")
         elif op == "arith.muli":
             widened |= of_stride
-        if op == "arith.extsi" and of_stride:
+        if op in ("arith.extsi", "tt.splat") and of_stride:
             stands_for[name] = of_stride.pop()
         elif op == "tt.get_program_id" or (rows and not wide and op != "arith.cmpi" and op.startswith(_SAME_NUMBER)):
             growing.add(name)

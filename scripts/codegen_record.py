@@ -19,8 +19,10 @@ from rhotrain.kernels.backend import Launch
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 
-OPTIONAL = ("old_logprobs", "ref_logprobs", "importance")
-"""Pointers whose absence no constexpr tells."""
+OPTIONAL = ("old_logprobs", "ref_logprobs", "importance", "softcap", "sinks")
+"""Arguments whose absence no constexpr tells."""
+SIZES = ("BLOCKS", "GROUP", "D", "E", "PAGE")
+"""Constexprs that tell variants apart and are neither switches nor names."""
 
 # Signatures, constexprs and attributes do not depend on the architecture; options are parsed again for each.
 _CUDA = make_backend(GPUTarget("cuda", 90, 32))
@@ -78,7 +80,7 @@ class Variant:
                 words.append(name)
             elif isinstance(value, str):
                 words.append(value)
-            elif name == "BLOCKS":
+            elif name in SIZES:
                 words.append(f"{name}={value}")
         absent = [name for name, value in self.constants.items() if value is None]
         return " ".join(words + [f"-{name}" for name in absent if name in OPTIONAL] + [f"~{n}" for n in self.unaligned])

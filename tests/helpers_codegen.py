@@ -25,6 +25,7 @@ FAULTS = {
     "shared": ("registers, shared", "shared"),
     "dot": (),
     "dot without tensor cores": ("tensor cores",),
+    "dot meant exact": (),
 }
 """Fault -> the checks that must fail for it, and no other."""
 
@@ -100,7 +101,7 @@ def toy_launch(fault: str) -> Launch:
 def launch_toy(fault: str, logits: torch.Tensor, out: torch.Tensor) -> None:
     """One launch; logits [N, V] with unit column strides."""
     if fault.startswith("dot"):
-        precision = "ieee" if "without" in fault else "tf32"
+        precision = "tf32" if fault == "dot" else "ieee"
         toy_launch(fault)(dot_kernel, (1,), logits.device, logits, out, PRECISION=precision)
         return
     count, vocab = logits.shape
@@ -138,7 +139,9 @@ def run() -> dict[str, Any]:
         (variant,) = recorder.variants.values()
         loops, sizes = int(not fault.startswith("dot")), toy_launch(fault)
         elements = 0 if fault == "spills" else sizes.block // (32 * sizes.num_warps)
-        bound = codegen.Bound(registers=255, unaligned=0, reading=loops, exponentials=loops * elements)
+        bound = codegen.Bound(
+            registers=255, unaligned=0, reading=loops, exponentials=loops * elements, exact="exact" in fault
+        )
         toys[fault] = list(codegen.compile_variant(variant, 90, bound).violations)
     return {
         "compiled": [asdict(it) for it in codegen.compile_all(quick)],

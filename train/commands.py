@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rhotrain.train.foreign import ForeignAudit
 
 JSON = Extra(name="json", kind=bool, default=False, help="Print one JSON object instead of text.")
-MODEL_FIELDS = ("model", "dtype", "device")
+MODEL_FIELDS = ("model", "dtype", "device", "fused_layers", "attention")
 PROMPT_FIELDS = (
     "system_prompt",
     "prompt_suffix",
@@ -30,7 +30,7 @@ PROMPT_FIELDS = (
     "template_args",
     "max_prompt_tokens",
 )
-ENGINE_FIELDS = ("kv_memory_gib", "page_size", "max_batch_tokens", "max_running")
+ENGINE_FIELDS = ("kv_memory_gib", "page_size", "max_batch_tokens", "max_running", "cuda_graphs")
 SAMPLING_FIELDS = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p")
 STOP_FIELDS = ("stop_token_ids", "stop_strings")
 
@@ -268,12 +268,20 @@ def _load(layer: Layer, task: TaskConfig) -> "LoadedModel":
     if _value(layer, "threads"):
         torch.set_num_threads(_value(layer, "threads"))
     model = ModelConfig(**_part(layer, "model"))
-    return load_model(model.model, device=model.device, dtype=model.dtype, need_chat_template=task.template == "chat")
+    return load_model(
+        model.model,
+        device=model.device,
+        dtype=model.dtype,
+        fused_layers=model.fused_layers,
+        attention=model.attention,
+        need_chat_template=task.template == "chat",
+    )
 
 
 def _engine(loaded: "LoadedModel", layer: Layer, lengths: Sequence[int], n: int, max_new_tokens: int) -> "Engine":
     """An engine whose pool holds what runs together, within kv_memory_gib or a quarter of the free memory."""
-    from rhotrain.rollout.engine import Engine, affordable_pages, plan_pages
+    from rhotrain.rollout.engine import Engine
+    from rhotrain.rollout.sizing import affordable_pages, plan_pages
 
     page_size, running = _value(layer, "page_size"), _value(layer, "max_running")
     together = min(len(lengths), -(-running // n) + 1)
@@ -284,6 +292,7 @@ def _engine(loaded: "LoadedModel", layer: Layer, lengths: Sequence[int], n: int,
         page_size=page_size,
         max_batch_tokens=_value(layer, "max_batch_tokens"),
         max_running=running,
+        cuda_graphs=_value(layer, "cuda_graphs"),
     )
 
 

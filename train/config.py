@@ -48,6 +48,12 @@ class ModelConfig:
     """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:1`."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more compute."""
+    fused_layers: Literal["off", "auto", "liger", "compile", "torch"] = "off"
+    """RMSNorm, gated MLP and rotary in one operation each, in training and rollout alike: Liger's kernels,
+    torch.compile, or PyTorch's own operators; auto measures which is fastest here. Only what is proven equal is
+    replaced."""
+    attention: Literal["auto", "flash_attn", "flash_attn3", "flash_attn4", "torch_varlen", "triton", "sdpa"] = "auto"
+    """Attention backend; auto takes the best one for each use (`rhotrain doctor` names them)."""
     dropout: float = 0.0
     """Dropout probability of the current policy's forward pass, at every place where the model has one. It spreads the
     ratio although no policy moved; `rhotrain audit --dropout P` shows by how much. Whatever the model's configuration
@@ -149,8 +155,16 @@ class RolloutConfig:
     """Most tokens that one engine step runs (chunked prefill)."""
     max_running: int = 256
     """Most sequences that decode together."""
+    cuda_graphs: bool = True
+    """Capture the decode step in CUDA graphs (GPU only)."""
+    release_memory: bool = False
+    """Free the KV pool, captured graphs and packed weights between rollouts, and allocate them again."""
+    decode_threads: int = 0
+    """CPU threads of the rollout; 0 takes those of `threads`, -1 measures at start whether fewer are faster (two runs
+    may then differ in rounding; a resumed run keeps what was measured)."""
 
     def __post_init__(self) -> None:
+        need(self.decode_threads >= -1, "decode_threads", self.decode_threads, "need a count >= 1, 0 or -1 (measure)")
         for name in ("prompts_per_step", "page_size", "max_batch_tokens", "max_running"):
             need(getattr(self, name) >= 1, name, getattr(self, name), "need at least 1")
         need(self.group_size >= 1, "group_size", self.group_size, "need at least 1")

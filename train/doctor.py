@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -18,6 +19,9 @@ PACKAGES = (
     "numpy",
     "tyro",
     "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "liger-kernel",
     "reasoning-gym",
     "math-verify",
     "datasets",
@@ -25,8 +29,11 @@ PACKAGES = (
 )
 """Asked for by name; a package that is not installed is None."""
 
-OPS = ("logprob", "policy_loss", "linear", "sampling", "paged_attention")
+OPS = ("logprob", "policy_loss", "linear", "sampling")
 """Ops whose backend kernels/backend.py chooses."""
+
+PAGE_SIZES = (16, 256)
+"""Attention over pages is told for these: flash-attn 2 and PyTorch read only multiples of 256."""
 
 
 def _version(name: str) -> str | None:
@@ -94,38 +101,88 @@ def _devices() -> dict[str, Any]:
     return {"cpu": cpu, "cuda": gpus}
 
 
-def _backends() -> dict[str, dict[str, str]]:
+def _device_names() -> list[str]:
+    import torch
+
+    return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+
+
+def _backends(attention: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
     """Device -> op -> backend with its reason, as the package itself will choose."""
     import torch
 
-    from rhotrain.kernels.attention import attention_backend
     from rhotrain.kernels.backend import resolve_backend, why_no_triton
 
     chosen = {}
-    for name in ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]:
-        device = torch.device(name)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        sample = torch.empty(0, device=device)
+    for name in _device_names():
+        sample = torch.empty(0, device=name)
         ops = {}
         for op in OPS:
             choice = resolve_backend("auto", sample)
-            why = "plain PyTorch is what runs on a CPU" if device.type == "cpu" else why_no_triton(sample)
+            why = "plain PyTorch is what runs on a CPU" if name == "cpu" else why_no_triton(sample)
             ops[op] = choice if choice == "triton" else f"reference ({why})"
-        for label, softcap, sinks in (("", None, False), (" with softcap", 50.0, False), (" with sinks", None, True)):
-            backend = attention_backend(device, dtype, softcap, sinks)
-            ops[f"attention{label}"] = f"{backend} ({_why_attention(backend, device.type, label)})"
-        chosen[name] = ops
+        chosen[name] = ops | {use: _in_words(found) for use, found in attention[name].items()}
     return chosen
 
 
-def _why_attention(backend: str, device: str, label: str) -> str:
-    if backend == "flash_attn":
-        return "flash-attn is installed"
-    if backend == "torch_varlen":
-        return "PyTorch's own; flash-attn is not installed"
-    if device == "cpu":
-        return "the others need CUDA"
-    return f"no other backend here runs bfloat16 attention{label} on this GPU"
+def _in_words(found: dict[str, Any]) -> str:
+    """A backend and why those that are preferred to it do not run."""
+    why = found["passed_over"]
+    if not why:
+        return found["backend"]
+    if all("needs CUDA" in reason for name, reason in why.items() if name != "triton"):
+        return f"{found['backend']} (the others need CUDA)"
+    return f"{found['backend']} (" + "; ".join(f"not {name}: {reason}" for name, reason in why.items()) + ")"
+
+
+def _attention() -> dict[str, dict[str, Any]]:
+    """Device -> use -> backend, and passed_over: each preferred one with the reason that it does not run.
+
+    "attention" is over packed tokens: training, and prompts whose keys are gathered. Head dimension 64, in bfloat16 on
+    CUDA and float32 on a CPU.
+    """
+    import torch
+
+    from rhotrain.kernels.attention import attention_backend
+    from rhotrain.kernels.flash import LIBRARIES, Call
+    from rhotrain.kernels.paged_attention import decode_backend, prefill_backend
+
+    chosen: dict[str, dict[str, Any]] = {}
+    for name in _device_names():
+        device = torch.device(name)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        uses: dict[str, Any] = {}
+        for label, softcap, sinks in (("", None, False), (" with softcap", 50.0, False), (" with sinks", None, True)):
+            call = Call(device, dtype, softcap=softcap is not None, sinks=sinks)
+            taken: str = attention_backend(device, dtype, softcap, sinks)
+            uses[f"attention{label}"] = _choice(taken, LIBRARIES, call)
+        for size in PAGE_SIZES:
+            call = Call(device, dtype, page_size=size)
+            uses[f"prompts, pages of {size}"] = _choice(prefill_backend(device, dtype, size), LIBRARIES, call)
+        for size in PAGE_SIZES:
+            call = Call(device, dtype, page_size=size, decode=True)
+            order = ("triton", *(library for library in LIBRARIES if library != "flash_attn4"))
+            uses[f"decode, pages of {size}"] = _choice(decode_backend(device, dtype, size), order, call)
+        chosen[name] = uses
+    return chosen
+
+
+def _choice(taken: str, order: Sequence[str], call: Any) -> dict[str, Any]:
+    """`order` ends where the one taken stands in it."""
+    preferred = order[: order.index(taken)] if taken in order else order
+    return {"backend": taken, "passed_over": {name: _why_not(name, call) for name in preferred}}
+
+
+def _why_not(name: str, call: Any) -> str:
+    import torch
+
+    from rhotrain.kernels.backend import why_no_triton
+    from rhotrain.kernels.flash import why_not
+
+    if name == "triton":
+        why = why_no_triton(torch.empty(0, dtype=call.dtype, device=call.device))
+        return why or "plain PyTorch is what runs on a CPU"
+    return why_not(name, call) or "it waits for the device, which no CUDA graph can hold"  # type: ignore[arg-type]
 
 
 def _cache() -> dict[str, Any]:
@@ -146,6 +203,7 @@ def _cache() -> dict[str, Any]:
 def report() -> dict[str, Any]:
     """Everything that `doctor` prints. problems: what will not work, each with its fix."""
     kernels, shadowed = hf_kernels()
+    attention = _attention()
     problems = _outdated()
     cache = _cache()
     if shadowed:
@@ -157,7 +215,8 @@ def report() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
         "devices": _devices(),
-        "backends": _backends(),
+        "backends": _backends(attention),
+        "attention": attention,
         "cache": cache,
         "hf_kernels": kernels,
         "problems": problems,

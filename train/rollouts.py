@@ -94,6 +94,8 @@ class RolloutQueue:
             first_sample=self.drawn * width * size,
             on_finish=on_completion,
         )
+        if settings.release_memory:
+            self.engine.release()
         for k, place in enumerate(places):
             here = slice(k * width, (k + 1) * width)
             _refuse_all_errors(groups[here])

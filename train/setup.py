@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from rhotrain.model.load import LoadedModel, load_model
-from rhotrain.rollout.engine import Engine, affordable_pages, plan_pages
-from rhotrain.rollout.runner import page_bytes
+from rhotrain.rollout.engine import Engine
+from rhotrain.rollout.sizing import affordable_pages, page_bytes, plan_pages
+from rhotrain.rollout.threads import decode_threads
 from rhotrain.train.config import Config, ConfigError
 from rhotrain.train.data import EncodedPrompt, PromptData, PromptStream
 from rhotrain.train.inner_loop import Learner
@@ -102,8 +103,11 @@ def _model(config: Config, choices: Choices, checkpoint_model: Path | None) -> L
         dtype=choices.get("dtype", config.model.dtype),
         gradient_checkpointing=config.model.gradient_checkpointing,
         dropout=config.model.dropout,
+        fused_layers=choices.get("fused_layers", config.model.fused_layers),
+        attention=config.model.attention,
         need_chat_template=config.task.template == "chat",
     )
+    choices.setdefault("fused_layers", "off" if loaded.fused is None else loaded.fused.spec)
     choices.setdefault("device", str(loaded.device))
     choices.setdefault("dtype", str(loaded.dtype).removeprefix("torch."))
     return loaded
@@ -129,7 +133,13 @@ def _reference(config: Config, loaded: LoadedModel, learner: Learner, choices: C
     if not learner.objective.uses_reference and config.algo.kl_in_reward == 0.0:
         return None
     spec = config.model.ref_model or config.model.model
-    reference = load_model(spec, device=choices["device"], dtype=choices["dtype"])
+    reference = load_model(
+        spec,
+        device=choices["device"],
+        dtype=choices["dtype"],
+        fused_layers=choices["fused_layers"],
+        attention=config.model.attention,
+    )
     if reference.vocab_size != loaded.vocab_size:
         raise ConfigError(
             f"ref_model: {spec!r} has {reference.vocab_size} token ids, the model {loaded.vocab_size}; "
@@ -158,7 +168,17 @@ def _engine(config: Config, loaded: LoadedModel, choices: Choices, longest_promp
         page_size=rollout.page_size,
         max_batch_tokens=rollout.max_batch_tokens,
         max_running=rollout.max_running,
+        cuda_graphs=rollout.cuda_graphs,
+        threads=_decode_threads(config, choices),
     )
+
+
+def _decode_threads(config: Config, choices: Choices) -> int:
+    """Resolved once per run and kept: another number of threads rounds differently."""
+    if "decode_threads" not in choices:
+        asked, threads = config.rollout.decode_threads, int(choices["threads"])
+        choices["decode_threads"] = decode_threads(threads) if asked < 0 else asked or threads
+    return int(choices["decode_threads"])
 
 
 def _num_pages(config: Config, loaded: LoadedModel, longest_prompt: int) -> int:

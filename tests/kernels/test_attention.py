@@ -1,15 +1,15 @@
-"""Varlen attention against a softmax written out per query, and the CUDA calls against stand-ins that record them."""
+"""Varlen attention against a softmax written out per query, and the libraries of a GPU through stand-ins."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers_flash import KINDS, flash_stand_in
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
-from rhotrain.kernels import attention
+from rhotrain.kernels import flash
 from rhotrain.kernels.attention import attention_backend, varlen_attention
 
 FLOAT32_TOLERANCE = 2e-6  # outputs are averages of values near 1
@@ -189,163 +189,115 @@ def test_wrong_lengths_are_named() -> None:
         run(qkv, (3, 2), (3, 2), host=True, scale=1.0, backend="triton")
 
 
-# ---- the choice of a backend, with stand-ins for what a CPU cannot run ----
+# ---- the libraries, through stand-ins (helpers_flash.py) -------------------------------------------------------------
 
 
-@pytest.fixture
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """A machine whose GPU, flash-attn and PyTorch can be set through the returned dict."""
-    machine: dict[str, Any] = {"capability": (9, 0), "flash": None, "varlen": None}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: machine["capability"])
-    monkeypatch.setattr(attention, "flash_attn_function", lambda: machine["flash"])
-    monkeypatch.setattr(attention, "torch_varlen_function", lambda: machine["varlen"])
-    yield machine
-
-
-def anything(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-def test_choice_of_the_backend(fake_gpu: dict[str, Any]) -> None:
+def test_choice_of_the_backend() -> None:
     half, full = torch.bfloat16, torch.float32
-    assert attention_backend("cuda", half) == "sdpa"
-    fake_gpu["varlen"] = anything
-    assert attention_backend("cuda", half) == "torch_varlen"
-    assert attention_backend("cuda", half, softcap=30.0) == "sdpa"
-    assert attention_backend("cuda", half, dropout=0.1) == "sdpa"
-    fake_gpu["flash"] = anything
-    assert attention_backend("cuda", half, dropout=0.1) == "flash_attn"
-    assert attention_backend("cuda", half, softcap=30.0, dropout=0.1) == "sdpa"
-    assert attention_backend("cuda", half) == "flash_attn"
-    assert attention_backend("cuda:1", torch.float16, softcap=30.0) == "flash_attn"
-    assert attention_backend(torch.device("cuda"), half, sinks=torch.zeros(4)) == "sdpa"
-    assert attention_backend("cuda", half, sinks=True) == "sdpa"
-    assert attention_backend("cuda", half, key_dim=192, value_dim=128) == "sdpa"
-    assert attention_backend("cuda", half, key_dim=512) == "sdpa"
-    assert attention_backend("cuda", half, key_dim=60) == "sdpa"
-    assert attention_backend("cuda", full) == "sdpa"
+    with flash_stand_in("torch_varlen", half_only=True):
+        assert attention_backend("cuda", half) == "torch_varlen"
+        assert attention_backend("cuda", half, softcap=30.0) == "sdpa"
+        assert attention_backend("cuda", half, dropout=0.1) == "sdpa"
+    with flash_stand_in("flash_attn", half_only=True):
+        assert attention_backend("cuda", half) == "flash_attn"
+        assert attention_backend("cuda", half, dropout=0.1) == "flash_attn"
+        assert attention_backend("cuda", half, softcap=30.0, dropout=0.1) == "sdpa"
+        assert attention_backend("cuda:1", torch.float16, softcap=30.0) == "flash_attn"
+        assert attention_backend(torch.device("cuda"), half, sinks=torch.zeros(4)) == "sdpa"
+        assert attention_backend("cuda", half, sinks=True) == "sdpa"
+        assert attention_backend("cuda", half, key_dim=192, value_dim=128) == "sdpa"
+        assert attention_backend("cuda", half, key_dim=512) == "sdpa"
+        assert attention_backend("cuda", half, key_dim=60) == "sdpa"
+        assert attention_backend("cuda", full) == "sdpa"
+        assert attention_backend("cuda", half, backend="reference") == "sdpa"
+    with flash_stand_in("flash_attn", half_only=True, capability=(7, 5)):
+        assert attention_backend("cuda", half) == "sdpa"
+    with flash_stand_in("flash_attn4", half_only=True):
+        assert attention_backend("cuda", half, sinks=True) == "flash_attn4"
     assert attention_backend("cpu", half) == "sdpa"
-    fake_gpu["capability"] = (7, 5)
-    assert attention_backend("cuda", half) == "sdpa"
 
 
-def test_this_pytorch_has_a_varlen_attention_that_we_can_call() -> None:
-    assert attention.torch_varlen_function() is varlen_attn
+def test_the_preferred_library_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All installed: 3 on its own GPUs, 4 on newer ones, 2 on older ones, each where its options allow."""
+    functions: dict[str, Any] = {}
+    for kind in ("flash_attn3", "flash_attn4", "flash_attn", "torch_varlen"):
+        with flash_stand_in(kind):
+            functions[kind] = flash.package(kind)  # type: ignore[arg-type]
+    for capability, plain, capped, sinks, dropped in (
+        ((9, 0), "flash_attn3", "flash_attn3", "flash_attn4", "flash_attn"),
+        ((10, 0), "flash_attn4", "flash_attn4", "flash_attn4", "flash_attn"),
+        ((8, 0), "flash_attn", "flash_attn", "sdpa", "flash_attn"),
+    ):
+        with flash_stand_in("flash_attn", half_only=True, capability=capability), monkeypatch.context() as patch:
+            patch.setattr(flash, "package", functions.get)
+            found = [
+                attention_backend("cuda", torch.bfloat16, **options)  # type: ignore[arg-type]
+                for options in ({}, {"softcap": 30.0}, {"sinks": True}, {"dropout": 0.1})
+            ]
+            assert found == [plain, capped, sinks, dropped]
 
 
-def segments_by_window(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, window_size: tuple[int, int], scale: float
-) -> Tensor:
-    """What a varlen kernel computes for a window (left, right), -1 for no limit, bottom-right aligned."""
-    left, right = window_size
-    assert right == 0
-    lens_q, lens_k = tuple(cu_q.diff().tolist()), tuple(cu_k.diff().tolist())
-    return by_definition(q, k, v, lens_q, lens_k, scale=scale, window=None if left == -1 else left + 1)
+def fits(kind: str, options: dict[str, Any]) -> bool:
+    """Whether a library has these options; otherwise SDPA must run."""
+    has_no_softcap = kind.startswith("torch_varlen")
+    return not ("sinks" in options and kind != "flash_attn4") and not ("softcap" in options and has_no_softcap)
 
 
-@pytest.mark.parametrize("window", [None, 1, 4])
-@pytest.mark.parametrize("has_gqa", [True, False], ids=["2.12", "2.11"])
-def test_call_of_torch_varlen(
-    window: int | None, has_gqa: bool, fake_gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The stand-ins have the signatures of PyTorch 2.11 and 2.12 and compute what the documentation says."""
-
-    def varlen_2_11(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        return_aux: Any = None,
-        scale: float | None = None,
-        window_size: tuple[int, int] = (-1, -1),
-    ) -> Tensor:
-        assert query.shape[1] == key.shape[1] == value.shape[1]
-        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-        assert (max_q, max_k) == (7, 9)
-        assert scale is not None
-        return segments_by_window(query, key, value, cu_seq_q, cu_seq_k, window_size, scale)
-
-    def varlen_2_12(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        *,
-        return_aux: Any = None,
-        scale: float | None = None,
-        window_size: tuple[int, int] = (-1, -1),
-        enable_gqa: bool = False,
-        seqused_k: Tensor | None = None,
-        block_table: Tensor | None = None,
-        num_splits: int | None = None,
-    ) -> Tensor:
-        assert enable_gqa == (query.shape[1] != key.shape[1])
-        assert scale is not None
-        assert cu_seq_k is not None
-        return segments_by_window(query, key, value, cu_seq_q, cu_seq_k, window_size, scale)
-
-    fake_gpu["varlen"] = varlen_2_12 if has_gqa else varlen_2_11
-    monkeypatch.setattr(attention, "attention_backend", lambda *args, **kwargs: "torch_varlen")
-    lens_q, lens_k = (4, 1, 7), (9, 6, 7)
+@pytest.mark.parametrize("segments", SEGMENTS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_library_equals_the_definition(kind: str, options: str, segments: str) -> None:
+    lens_q, lens_k = SEGMENTS[segments]
+    settings = {"scale": 0.4, **OPTIONS[options]}
     for groups in (6, 2):
         qkv = random_qkv(lens_q, lens_k, groups=groups)
-        truth = by_definition(*qkv, lens_q, lens_k, scale=0.4, window=window)
-        assert (run(qkv, lens_q, lens_k, host=False, scale=0.4, window=window) - truth).abs().max() < 1e-13
+        truth = by_definition(*qkv, lens_q, lens_k, **settings)
+        with flash_stand_in(kind) as library:
+            assert (run(qkv, lens_q, lens_k, host=False, **settings) - truth).abs().max() < 1e-13
+            assert bool(library.calls) == fits(kind, OPTIONS[options])
 
 
-@pytest.mark.parametrize("window", [None, 1, 4])
-@pytest.mark.parametrize(("softcap", "dropout"), [(None, 0.0), (30.0, 0.0), (None, 0.1)])
-def test_call_of_flash_attn(
-    window: int | None,
-    softcap: float | None,
-    dropout: float,
-    fake_gpu: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The stand-in has flash-attn 2.8's signature; causal there means a right window of 0, and 0.0 no softcap."""
-    calls = []
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_through_every_library(kind: str, options: str) -> None:
+    """Equal to those of the SDPA path, in q, k, v and sinks."""
+    lens_q, lens_k = (3, 1, 4), (3, 2, 6)
+    settings = dict(OPTIONS[options])
+    inputs = list(random_qkv(lens_q, lens_k, heads=6, groups=2))
+    if "sinks" in settings:
+        inputs.append(settings.pop("sinks").clone())
 
-    def flash_attn_varlen_func(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        block_table: Tensor | None = None,
-    ) -> Tensor:
-        assert causal
-        assert (max_seqlen_q, max_seqlen_k) == (7, 9)
-        assert softmax_scale is not None
-        calls.append((softcap, dropout_p))
-        return segments_by_window(q, k, v, cu_seqlens_q, cu_seqlens_k, (window_size[0], 0), softmax_scale)
+    def gradients() -> tuple[Tensor, ...]:
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        extra = {"sinks": leaves[3]} if len(leaves) == 4 else {}
+        q, k, v = leaves[:3]
+        out = run((q, k, v), lens_q, lens_k, host=True, scale=0.7, **settings, **extra)
+        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        return torch.autograd.grad((out * weights).sum(), leaves)
 
-    fake_gpu["flash"] = flash_attn_varlen_func
-    monkeypatch.setattr(attention, "attention_backend", lambda *args, **kwargs: "flash_attn")
+    expected = gradients()
+    with flash_stand_in(kind) as library:
+        found = gradients()
+        assert bool(library.calls) == fits(kind, OPTIONS[options])
+    for grad, right in zip(found, expected):
+        assert (grad - right).abs().max() < 1e-12
+
+
+def test_dropout_reaches_flash_attn_2_only() -> None:
     lens_q, lens_k = (4, 1, 7), (9, 6, 7)
     qkv = random_qkv(lens_q, lens_k)
-    out = run(qkv, lens_q, lens_k, host=False, scale=0.4, window=window, softcap=softcap, dropout=dropout)
-    truth = by_definition(*qkv, lens_q, lens_k, scale=0.4, window=window)
-    assert (out - truth).abs().max() < 1e-13
-    assert calls == [(softcap or 0.0, dropout)]
-    run(qkv, lens_q, lens_k, host=False, scale=0.4, backend="reference")
-    assert len(calls) == 1, "backend='reference' must not reach flash-attn"
+    for kind in KINDS:
+        with flash_stand_in(kind) as library:
+            run(qkv, lens_q, lens_k, host=False, scale=0.4, dropout=0.25)
+            assert [asked.dropout_p for asked in library.asked.values()] == ([0.25] if kind == "flash_attn" else [])
+
+
+def test_reference_does_not_reach_a_library() -> None:
+    qkv = random_qkv((3,), (5,))
+    for kind in KINDS:
+        with flash_stand_in(kind) as library:
+            run(qkv, (3,), (5,), host=False, scale=0.4, backend="reference")
+            assert not library.calls
 
 
 @pytest.mark.cuda

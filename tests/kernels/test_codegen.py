@@ -24,6 +24,7 @@ from rhotrain.kernels.policy_rows import PolicyCall, PolicyInputs
 from rhotrain.kernels.rows import RowArguments
 from rhotrain.kernels.sampling import sample_tokens
 from rhotrain.kernels.spec import IGNORE_INDEX, Objective
+from scripts.codegen_read import Loop
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ARCHS = {80, 90, 100}
@@ -71,6 +72,7 @@ def test_every_kernel_is_compiled_for_every_architecture(results: dict[str, Any]
     for it in results["compiled"]:
         by_kernel.setdefault(it["kernel"], set()).add(it["arch"])
     assert {"forward_kernel", "backward_kernel", "policy_loss_kernel", "draw_kernel"} <= set(by_kernel)
+    assert {"decode_kernel", "combine_kernel", "write_kernel"} <= set(by_kernel)
     assert all(archs == ARCHS for archs in by_kernel.values())
     assert all(line.startswith(CHECKS) for it in results["compiled"] for line in it["violations"])
 
@@ -104,6 +106,19 @@ def test_one_binary_whatever_the_numbers(results: dict[str, Any]) -> None:
 def test_one_binary_for_pieces_of_tensors(results: dict[str, Any]) -> None:
     """A micro-batch is a piece of longer tensors and may start anywhere in them."""
     assert results["pieces"] == []
+
+
+def test_decode_multiplies_half_types_on_tensor_cores(results: dict[str, Any]) -> None:
+    found = [it for it in results["compiled"] if it["kernel"] == "decode_kernel" and it["variant"].startswith("bf16")]
+    assert {it["arch"] for it in found} == ARCHS
+    assert all(it["tensor_core"] > 0 and it["dots"] == 3 and it["wide_loops"] == 1 for it in found)
+
+
+def test_page_numbers_are_read_4_bytes_at_a_time_and_keys_are_not() -> None:
+    assert Loop(loads=(16,) * 16 + (4,), stores=(), exponentials=0).paged
+    assert Loop(loads=(16,) * 12 + (4,) * 12, stores=(), exponentials=0).paged
+    for loads in ((4,) * 8, (16,) * 8 + (4,) * 32, (16,) * 8 + (2,), (16, 8, 4)):
+        assert not Loop(loads=loads, stores=(), exponentials=0).paged
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -9,7 +9,8 @@ from helpers_rollout import make_prompts, model_logits, one_thread, simulate, to
 
 from rhotrain.kernels.philox import philox_uniform
 from rhotrain.rollout.completion import Completion, SamplingParams
-from rhotrain.rollout.engine import Engine, plan_pages
+from rhotrain.rollout.engine import Engine
+from rhotrain.rollout.sizing import plan_pages
 
 # ---- randomness and order -------------------------------------------------------------------------------------------
 
@@ -26,7 +27,7 @@ from rhotrain.rollout.engine import Engine, plan_pages
     ],
     ids=str,
 )
-def test_tokens_do_not_depend_on_pool_budget_or_page_size(change: dict[str, int]) -> None:
+def test_tokens_do_not_depend_on_pool_budget_or_page_size(change: dict[str, Any]) -> None:
     loaded = tiny_model("llama")
     prompts = make_prompts(4, 17, 9, 30)
     params = SamplingParams(max_new_tokens=16, seed=42, ignore_eos=True)
@@ -134,16 +135,18 @@ def test_planned_pages_are_what_the_groups_take(seed: int) -> None:
     lens = [rng.randint(1, 40) for _ in range(rng.randint(1, 5))]
     n, new, size = rng.randint(1, 6), rng.randint(1, 30), rng.choice([1, 4, 16])
     planned = plan_pages(loaded, lens, n, new, page_size=size)
-    done = simulate(
-        [[0] * length for length in lens],
-        [[new] * n] * len(lens),
-        num_pages=planned,
-        page_size=size,
-        max_batch_tokens=1000,
-    )
-    assert done.scheduler.preemptions == 0 and done.again_tokens == 0
-    assert done.pool.peak == planned
-    assert done.steps == new, "all of them run together"
+    for burst in (0, 32):
+        done = simulate(
+            [[index] * length for index, length in enumerate(lens)],  # prompts that begin alike would share pages
+            [[new] * n] * len(lens),
+            num_pages=planned,
+            page_size=size,
+            max_batch_tokens=1000,
+            burst=burst,
+        )
+        assert done.scheduler.preemptions == 0 and done.again_tokens == 0
+        assert done.pool.peak == planned
+        assert done.steps == new, "all of them run together"
 
 
 def test_the_pool_is_sized_from_memory() -> None:
@@ -159,8 +162,9 @@ def test_the_pool_is_sized_from_memory() -> None:
 
 @pytest.mark.parametrize("name", ["page_size", "max_batch_tokens", "max_running"])
 def test_engine_sizes_below_one_are_refused(name: str) -> None:
+    size: dict[str, Any] = {name: 0}
     with pytest.raises(ValueError, match=f"{name}: 0"):
-        Engine(tiny_model("llama"), **{name: 0})
+        Engine(tiny_model("llama"), **size)
 
 
 @pytest.mark.parametrize(

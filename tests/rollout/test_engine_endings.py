@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rhotrain.rollout.completion import SamplingParams
-from rhotrain.rollout.engine import Engine, StopStrings
+from rhotrain.rollout.engine import Engine
+from rhotrain.rollout.stops import StopStrings
 
 # ---- how completions end --------------------------------------------------------------------------------------------
 

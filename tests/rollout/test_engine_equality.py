@@ -1,11 +1,13 @@
 """The engine against transformers: greedy tokens, and the logprobs of sampled ones."""
 
 import random
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from helpers_flash import StandIn, flash_stand_in
 from helpers_model import FAMILIES, tiny_hf_model, tiny_model
 from helpers_rollout import one_thread  # noqa: F401
 from transformers import AutoModelForCausalLM
@@ -187,6 +189,54 @@ def test_in_float64_sampler_and_trainer_agree_to_rounding(family: str) -> None:
             torch.testing.assert_close(
                 torch.tensor(completion.logprobs, dtype=torch.float64), expected, rtol=0, atol=1e-11
             )
+
+
+# ---- every attention backend ----------------------------------------------------------------------------------------
+
+BACKENDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "flash_attn3": ({}, ("flash_attn_with_kvcache",)),
+    "flash_attn4": ({}, ("flash_attn_varlen_func",)),
+    "flash_attn": ({"page_size": 256, "num_pages": 7}, ("flash_attn_varlen_func", "flash_attn_with_kvcache")),
+    "torch_varlen": ({"page_size": 256, "num_pages": 7}, ("varlen_attn",)),
+    "torch_varlen 2.11": ({}, ("varlen_attn",)),
+}
+"""Stand-ins that compute what the libraries document: sizes of the engine (two of them read pages of 256 only), and
+functions that must have run."""
+
+
+@pytest.fixture(params=BACKENDS)
+def library(request: pytest.FixtureRequest) -> Iterator[tuple[StandIn, dict[str, Any]]]:
+    """Inside, the CPU counts as a GPU with one attention library; yields it, and the engine's sizes."""
+    size, functions = BACKENDS[request.param]
+    with flash_stand_in(request.param) as stand_in:
+        yield stand_in, {**TIGHT, **size}
+    for name in functions:
+        assert stand_in.calls[name] > 0, f"{name} was not called"
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_greedy_equals_transformers_over_every_library(family: str, library: tuple[StandIn, dict[str, Any]]) -> None:
+    loaded = load(family)
+    prompts = make_prompts(family, loaded.vocab_size)[3:7]
+    best = SamplingParams(top_k=1, max_new_tokens=NEW, ignore_eos=True)
+    engine = Engine(loaded, **library[1])
+    assert_greedy(truth(family)[3:7], engine.generate(prompts, best, n=2))
+    assert engine.stats.preemptions > 0 or engine.pool.page_size == 256
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_in_float64_every_library_agrees_with_the_trainer(family: str, library: tuple[StandIn, dict[str, Any]]) -> None:
+    """The trainer's forward takes the same library, and PyTorch's own attention for comparison."""
+    loaded = load(family, torch.float64)
+    prompts = make_prompts(family, loaded.vocab_size)[3:6]
+    params = SamplingParams(temperature=0.7, max_new_tokens=NEW, seed=1)
+    for prompt, group in zip(prompts, Engine(loaded, **library[1]).generate(prompts, params, n=2)):
+        for completion in group:
+            found = torch.tensor(completion.logprobs, dtype=torch.float64)
+            for backend in ("auto", "sdpa"):
+                loaded.attention.backend = backend  # type: ignore[assignment]
+                expected = trainer_logprobs(loaded, prompt, completion, 0.7)
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
 def smollm2_prompts(loaded: LoadedModel) -> list[list[int]]:

@@ -1,0 +1,288 @@
+"""What decode attention on a CPU computes once per step for all layers: which keys each query meets, and the buffers.
+
+The sequences of a step are cut into parts. Groups that share enough tokens make one: a GEMM per key head and group, of
+all its queries with the shared keys, in one batch, beside each sequence's own tokens. The other sequences are cut into
+parts of similar length, so that little of a part is padding. Padding, of patterns and of batches, names tokens of the
+same sequence: they are in the cache, and their NaN is the row's own.
+
+Which groups share, and where parts are cut, follows from lengths alone, with constants that were measured on two cores.
+"""
+
+import warnings
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rhotrain.kernels.paged_attention import SharedPages
+
+SHARING_PAYS = 50_000
+"""Scores of shared keys from which on a batch of GEMMs pays: 2.3 ns saved for each, against about 0.1 ms a layer."""
+
+CUT_PAYS = 10_000
+"""Padding entries that another part must save: 5 ns for each, against 0.05 ms a layer."""
+
+MAX_ENTRIES = 2**24
+"""Entries of one part's pattern, 12 bytes each; more sequences are cut into parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLayout:
+    """A pool as a matrix [rows, D]: slot s of head h is row s * slot_step + h * head_step."""
+
+    slot_step: int
+    head_step: int
+    rows: int
+
+    @classmethod
+    def of(cls, pool: Tensor) -> "PoolLayout | None":
+        """None where the slots of a head do not lie at one distance from each other, in multiples of D."""
+        pages, size, heads, dim = pool.shape
+        by_page, by_slot, by_head, by_value = pool.stride()
+        if size == 1:
+            by_slot = by_page
+        if heads == 1:
+            by_head = 0
+        if (by_value != 1 and dim > 1) or (pages > 1 and by_page != size * by_slot) or by_slot % dim or by_head % dim:
+            return None
+        slot_step, head_step = by_slot // dim, by_head // dim
+        return cls(slot_step, head_step, (pages * size - 1) * slot_step + (heads - 1) * head_step + 1)
+
+    def matrix(self, pool: Tensor) -> Tensor:
+        """[rows, D], a view."""
+        dim = pool.shape[3]
+        return pool.as_strided((self.rows, dim), (dim, 1))
+
+    def columns(self, slots: Tensor, groups: int) -> Tensor:
+        """int32 [I,Hk,N]: the matrix rows of slots [I,N] in each head."""
+        heads = torch.arange(groups, dtype=torch.int32)[:, None] * self.head_step
+        return slots.int()[:, None] * self.slot_step + heads
+
+
+@dataclass(frozen=True, slots=True)
+class PlanShape:
+    """What plans depend on besides tables and lengths. heads: query heads; groups: key heads."""
+
+    heads: int
+    groups: int
+    page_size: int
+    layout: PoolLayout
+    window: int | None
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The work of one layer for some sequences, with its buffers; layers run one after the other and reuse them.
+
+    I items have R sequences each: a group that shares S tokens, or (R 1, S 0) a sequence alone. Queries come in the
+    order [I, Hk, R, H/Hk]. Each has W columns of scores: S shared tokens, then N of its own.
+    queries: int64 [I*Hk*R], where they lie in [B*Hk, H/Hk, D].
+    pattern: CSR [I*Hk*R*H/Hk, layout.rows] with N entries in each row; values are its entries, in one dimension.
+    columns, offsets int32: the same for embedding_bag.
+    scores, weights: [I*Hk, R*H/Hk, W]; scores is a view of `values` where nothing is shared.
+    mask: [I,1,R,1,W], 0 or -inf. masks_shared: some of it is -inf among the shared tokens.
+    shared: int32 [I*Hk*S], the matrix rows of the shared tokens.
+    """
+
+    layout: PoolLayout
+    queries: Tensor
+    pattern: Tensor
+    values: Tensor
+    columns: Tensor
+    offsets: Tensor
+    scores: Tensor
+    weights: Tensor
+    mask: Tensor
+    masks_shared: bool
+    shared: Tensor
+    _buffers: dict[int, Tensor] = field(default_factory=dict, init=False)
+
+    def gather(self, pool: Tensor) -> Tensor:
+        """The shared rows [I*Hk,S,D] of a pool. Into a buffer: page faults of fresh memory cost more than the copy."""
+        dim = pool.shape[3]
+        if dim not in self._buffers:
+            self._buffers[dim] = pool.new_empty(len(self.shared), dim)
+        torch.index_select(self.layout.matrix(pool), 0, self.shared, out=self._buffers[dim])
+        return self._buffers[dim].view(len(self.scores), -1, dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Parts, and how their outputs go back into the batch's order.
+
+    back: int64 [B*Hk], for each place the row of the parts' outputs; None for one part in the batch's order.
+    empty: bool [B,1,1], sequences without tokens; None where there are none.
+    """
+
+    parts: tuple[Part, ...]
+    back: Tensor | None
+    empty: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """Sequences of a batch that meet the tokens start <= t < stop together; one sequence and no tokens otherwise."""
+
+    rows: tuple[int, ...]
+    start: int = 0
+    stop: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class DecodePlans:
+    """The plans of one step, each made when first asked for: one for every window that the layers have.
+
+    tables int32 [B,W], lens int32 [B], shared: as in `PagedBatch`, of the sequences with one query. They must not
+    change while the object is in use. Layers write into its buffers, so it serves one thread.
+    """
+
+    tables: Tensor
+    lens: Tensor
+    shared: tuple["SharedPages", ...] = ()
+    _made: dict[PlanShape, Plan] = field(default_factory=dict, init=False, repr=False)
+
+    def of(self, shape: PlanShape) -> Plan:
+        """The plan of all layers with this shape."""
+        if shape not in self._made:
+            self._made[shape] = self._make(shape)
+        return self._made[shape]
+
+    def _make(self, shape: PlanShape) -> Plan:
+        lens = self.lens.tolist()
+        first = [0 if shape.window is None else max(0, n - shape.window) for n in lens]
+        groups = _groups(self.shared, first, shape)
+        taken = {b for item in groups for b in item.rows}
+        alone = sorted((n - f, b) for b, (n, f) in enumerate(zip(lens, first)) if b not in taken)
+        cuts = [[_Item((b,)) for b in sorted(cut)] for cut in _cuts(alone, shape.heads)]
+        tensors = self.tables.long(), self.lens.long(), torch.tensor(first)
+        made = [_part(items, *tensors, shape) for items in ([groups] if groups else []) + cuts]
+        in_order = not groups and len(cuts) == 1
+        return Plan(
+            tuple(part for part, _ in made),
+            None if in_order else _way_back([(part.queries, real) for part, real in made], len(lens) * shape.groups),
+            (self.lens == 0)[:, None, None] if min(lens) == 0 else None,
+        )
+
+
+def _groups(shared: tuple["SharedPages", ...], first: list[int], shape: PlanShape) -> list[_Item]:
+    """The groups that one batch of GEMMs serves. first: the earliest token that each sequence sees."""
+    items = []
+    for run in shared:
+        seen = min(first[run.start : run.stop]) // shape.page_size * shape.page_size
+        items.append(_Item(tuple(range(run.start, run.stop)), seen, max(seen, run.pages * shape.page_size)))
+    sizes = tuple((len(item.rows), item.stop - item.start) for item in items)
+    common = _common_size(sizes)
+    fitting = [(item, rows * tokens) for item, (rows, tokens) in zip(items, sizes) if _fits(rows, tokens, *common)]
+    pays = sum(saved for _, saved in fitting) * shape.heads >= SHARING_PAYS
+    return [item for item, _ in fitting] if pays else []
+
+
+def _fits(rows: int, tokens: int, most_rows: int, most_tokens: int) -> bool:
+    """Whether a group fills at least half of its place in the batch."""
+    inside = rows <= most_rows and 0 < tokens <= most_tokens
+    return inside and 2 * rows * tokens >= most_rows * most_tokens
+
+
+@lru_cache(maxsize=64)
+def _common_size(sizes: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+    """The rows and tokens to which groups (rows, tokens) are padded, so that most is shared. Cached: a batch's groups
+    stay for many steps."""
+    candidates = sorted({(rows, tokens) for rows, _ in sizes for _, tokens in sizes})
+    return max(candidates, key=lambda size: sum(r * t for r, t in sizes if _fits(r, t, *size)), default=(0, 0))
+
+
+def _cuts(alone: list[tuple[int, int]], heads: int) -> list[list[int]]:
+    """Sequences (tokens, b), the shortest first, cut where the padding that is saved pays for another part."""
+    if not alone:
+        return []
+    longest, n = alone[-1][0], len(alone)
+    cut = max(range(n), key=lambda i: i * (longest - alone[i - 1][0]))
+    if cut * (longest - alone[cut - 1][0]) * heads < CUT_PAYS:
+        cut = n // 2 if n * longest * heads > MAX_ENTRIES else 0
+    if cut == 0:
+        return [[b for _, b in alone]]
+    return _cuts(alone[:cut], heads) + _cuts(alone[cut:], heads)
+
+
+def _part(
+    items: list[_Item], tables_BW: Tensor, lens_B: Tensor, first_B: Tensor, shape: PlanShape
+) -> tuple[Part, Tensor]:
+    """A part, and bool [I*Hk*R]: which of its queries are not padding. Padding repeats the item's first sequence."""
+    most = max(len(item.rows) for item in items)
+    rows_IR = torch.tensor([item.rows + item.rows[:1] * (most - len(item.rows)) for item in items])
+    count_I, start_I, stop_I = torch.tensor([(len(item.rows), item.start, item.stop) for item in items]).t()
+    lens_IR, first_IR = lens_B[rows_IR], first_B[rows_IR]
+
+    own_IR = first_IR.maximum(stop_I[:, None])
+    own, sees_own = _slots(own_IR.view(-1), lens_IR.view(-1), tables_BW[rows_IR.view(-1)], shape.page_size, least=1)
+    common, exists = _slots(start_I, stop_I, tables_BW[rows_IR[:, 0]], shape.page_size, least=0)
+    token_IS = torch.arange(common.shape[1]) + start_I[:, None]
+    sees_common = exists[:, None] & (token_IS[:, None] >= first_IR[:, :, None])
+    sees = torch.cat((sees_common, sees_own.view(*rows_IR.shape, -1)), 2)
+
+    pattern, columns, offsets = _pattern(own.view(*rows_IR.shape, -1), shape)
+    values = pattern.values()
+    sizes = (len(items) * shape.groups, most * (shape.heads // shape.groups), sees.shape[2])
+    scores = values.new_empty(sizes) if common.shape[1] else values.view(sizes)
+    part = Part(
+        layout=shape.layout,
+        queries=(rows_IR[:, None] * shape.groups + torch.arange(shape.groups)[:, None]).view(-1),
+        pattern=pattern,
+        values=values,
+        columns=columns,
+        offsets=offsets,
+        scores=scores,
+        weights=torch.empty_like(scores),
+        mask=torch.zeros(sees.shape, dtype=shape.dtype).masked_fill_(~sees, -torch.inf)[:, None, :, None],
+        masks_shared=not bool(sees_common.all()),
+        shared=shape.layout.columns(common, shape.groups).view(-1),
+    )
+    real_IR = torch.arange(most) < count_I[:, None]
+    return part, real_IR[:, None].expand(-1, shape.groups, -1).reshape(-1)
+
+
+def _slots(start: Tensor, stop: Tensor, tables: Tensor, page_size: int, least: int) -> tuple[Tensor, Tensor]:
+    """Slots int64 [n,N] of the tokens start <= t < stop of n sequences, and which exist; N: the most, or `least`.
+
+    A token that does not exist names the sequence's first one in the range, or its last one at all.
+    """
+    count = max(least, int((stop - start).max()))
+    token = start[:, None] + torch.arange(count)
+    exists = token < stop[:, None]
+    token = torch.where(exists, token, start.minimum((stop - 1).clamp_(min=0))[:, None])
+    pages = tables.gather(1, token.div(page_size, rounding_mode="floor"))
+    return pages * page_size + token % page_size, exists
+
+
+@cache
+def _settle_sparse() -> None:
+    """PyTorch says once per process, at its first CSR tensor, that the layout is young; it is not the user's choice."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        torch.sparse_csr_tensor([0, 1], [0], [0.0], size=(1, 1), check_invariants=False)
+
+
+def _pattern(slots_IRN: Tensor, shape: PlanShape) -> tuple[Tensor, Tensor, Tensor]:
+    """The CSR pattern, its columns and its row starts."""
+    items, most, tokens = slots_IRN.shape
+    by_head = shape.layout.columns(slots_IRN.flatten(0, 1), shape.groups).view(items, most, shape.groups, tokens)
+    repeats = shape.heads // shape.groups
+    columns = by_head.transpose(1, 2)[:, :, :, None].expand(-1, -1, -1, repeats, -1).reshape(-1)
+    starts = torch.arange(0, len(columns) + 1, tokens, dtype=torch.int32)
+    _settle_sparse()
+    values = torch.zeros(len(columns), dtype=shape.dtype)
+    size = (len(starts) - 1, shape.layout.rows)
+    pattern = torch.sparse_csr_tensor(starts, columns, values, size=size, check_invariants=False)
+    return pattern, columns, starts[:-1]
+
+
+def _way_back(parts: list[tuple[Tensor, Tensor]], places: int) -> Tensor:
+    """For each of the batch's places, the row of the parts' outputs; parts are (place of each row, which are real)."""
+    place, real = (torch.cat(tensors) for tensors in zip(*parts))
+    back = torch.empty(places, dtype=torch.int64)
+    back[place[real]] = real.nonzero()[:, 0]
+    return back
