@@ -55,8 +55,8 @@ def _attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, part: Part, options: _Opt
     torch.sparse.sampled_addmm(part.pattern, q, keys, beta=1.0, alpha=options["scale"], out=part.pattern)
     if own:
         part.scores[..., own:].copy_(part.values.view(batches, queries, width - own))
-        shared = part.gather(k_pool).transpose(1, 2)
-        part.scores[..., :own].baddbmm_(q.view(batches, queries, -1), shared, beta=0.0, alpha=options["scale"])
+        torch.bmm(q.view(batches, queries, -1), part.gather(k_pool).transpose(1, 2), out=part.products)
+        torch.mul(part.products, options["scale"], out=part.scores[..., :own])
     softcap = options["softcap"]
     if softcap is not None:
         part.scores.div_(softcap).tanh_().mul_(softcap)

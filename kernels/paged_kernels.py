@@ -1,9 +1,8 @@
-"""Triton kernels over pages: decode attention in splits, and the write of new keys and values.
+"""Triton kernels of decode attention over pages, in splits; the write of keys and values is in paged_write.py.
 
     decode    one program per key head and share of a row: online softmax over its splits of SPLIT tokens. The query
               heads of a key head are the rows of one tile, padded to 16 for `tl.dot`.
     combine   partial sums of a row's splits, in their order. Rows of one split do not come here.
-    write     one program per token: K and V of all heads, in one launch.
 
 A row's bits depend on nothing but its own query, keys and length. Splits begin at multiples of SPLIT tokens, whatever
 the batch and the width of the tables; each is computed alone, and they are added up from left to right (`_fold`), by
@@ -24,11 +23,15 @@ import torch
 from torch import Tensor
 
 from rhotrain.kernels.backend import INTERPRETED, LOG2E, Launch, jit, tl
+from rhotrain.kernels.paged_write import cdiv, check_pools, padded, row_strides, unit_columns, write_triton
+
+__all__ = ["decode_triton", "split_grid", "write_triton"]
 
 SPLIT = 256
 """Tokens of a split: decides bits, so it depends on nothing."""
 PROGRAMS = 2048
-"""How many programs a launch should have at least: 16 per processor of an H200, so that unequal rows even out."""
+"""How many programs a launch should have at least: 16 per processor of an H200, so that unequal rows even out. Not
+many more, either: one that finds nothing to do still waits for a length, about 1 us in one of 264 places."""
 WORKSPACE_BYTES = 2**28
 """Largest buffer of partial sums; a call that would need more leaves each row to one program."""
 
@@ -40,9 +43,6 @@ DECODE_WIDEST = Launch(block=16, num_warps=8, num_stages=3)
 and two programs share a processor. float32 is multiplied without tensor cores, as TF32 would lose bits."""
 COMBINE = Launch(block=1, num_warps=1, num_stages=4)
 """block: splits at a time."""
-WRITE = Launch(block=2048, num_warps=4, num_stages=1)
-"""block: padded elements of K that a program holds."""
-
 _ROWS = tl.constexpr(16)
 """Query heads per tile: the least that `tl.dot` takes. More share their keys through the L2 cache."""
 
@@ -139,7 +139,7 @@ def decode_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Grid (rows * tiles, programs): program p of a row takes the row's splits p, p + programs, and so on.
+    """Grid (rows * tiles, programs): the programs of a row take equal numbers of its splits, one after the other.
 
     Tiles come first, so neighbours read neighbouring heads of the same tokens; the rows of a group, which share
     pages, come right after one another.
@@ -263,85 +263,7 @@ def combine_kernel(
         tl.store(out + (row * heads + head) * E + dims, (total / s).to(out.dtype.element_ty), mask=dims < E)
 
 
-@jit(do_not_specialize=["heads"], do_not_specialize_on_alignment=["slots"])
-def write_kernel(
-    k: tl.tensor,
-    k_token_stride: tl.tensor,
-    k_head_stride: tl.tensor,
-    v: tl.tensor,
-    v_token_stride: tl.tensor,
-    v_head_stride: tl.tensor,
-    slots: tl.tensor,
-    k_pool: tl.tensor,
-    k_page_stride: tl.tensor,
-    k_slot_stride: tl.tensor,
-    k_pool_stride: tl.tensor,
-    v_pool: tl.tensor,
-    v_page_stride: tl.tensor,
-    v_slot_stride: tl.tensor,
-    v_pool_stride: tl.tensor,
-    heads: tl.tensor,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    PAGE: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> None:
-    """Grid (tokens, blocks of heads). k_pool_stride, v_pool_stride: from head to head in the pools."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
-    page, offset = slot // PAGE, slot % PAGE
-    head = tl.program_id(1).to(tl.int64) * HEADS + tl.arange(0, HEADS)[:, None]
-    dims = tl.arange(0, BLOCK_D)[None, :]
-    inside = (head < heads) & (dims < D)
-    new = tl.load(k + token * k_token_stride + head * k_head_stride + dims, mask=inside, other=0.0)
-    place = k_pool + page * k_page_stride + offset * k_slot_stride + head * k_pool_stride + dims
-    tl.store(place, new.to(k_pool.dtype.element_ty), mask=inside)
-    dims = tl.arange(0, BLOCK_E)[None, :]
-    inside = (head < heads) & (dims < E)
-    new = tl.load(v + token * v_token_stride + head * v_head_stride + dims, mask=inside, other=0.0)
-    place = v_pool + page * v_page_stride + offset * v_slot_stride + head * v_pool_stride + dims
-    tl.store(place, new.to(v_pool.dtype.element_ty), mask=inside)
-
-
 # ---- launchers ------------------------------------------------------------------------------------------------------
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _padded(size: int) -> int:
-    """The power of two that a dimension is padded to, 16 at least: `tl.dot` takes no less."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
-def _row_strides(x: Tensor) -> tuple[int, int]:
-    """Strides of the first two of three dimensions; those of a single row or head are as if there were more, since
-    PyTorch leaves them open and a kernel is compiled for what divides them."""
-    heads = x.stride(1) if x.shape[1] > 1 else x.shape[2]
-    return x.stride(0) if x.shape[0] > 1 else x.shape[1] * x.shape[2], heads
-
-
-def _unit_columns(x: Tensor) -> Tensor:
-    """x, copied if its last dimension does not lie side by side."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _check_pools(k_pool: Tensor, v_pool: Tensor) -> None:
-    for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
-        if pool.dim() != 4 or (pool.stride(3) != 1 and pool.shape[3] != 1):
-            raise ValueError(
-                f"{name}: shape {tuple(pool.shape)}, strides {pool.stride()}; need [pages, page_size, heads, dims] "
-                "with the dims side by side"
-            )
-    if k_pool.shape[:3] != v_pool.shape[:3]:
-        raise ValueError(
-            f"k_pool, v_pool: {tuple(k_pool.shape)} and {tuple(v_pool.shape)}; pages, page size and heads must agree"
-        )
 
 
 def _check_decode(q_BHD: Tensor, k_pool: Tensor, tables: Tensor, lens: Tensor, sinks: Tensor | None) -> None:
@@ -365,10 +287,10 @@ def split_grid(rows: int, capacity: int, window: int | None) -> tuple[int, int]:
 
     rows: sequences times tiles of query heads. capacity: tokens that a table's pages hold.
     """
-    splits = max(1, _cdiv(capacity, SPLIT))
+    splits = max(1, cdiv(capacity, SPLIT))
     if window is not None:
         splits = min(splits, (window + 2 * SPLIT - 2) // SPLIT)  # so many can `window` tokens touch
-    return splits, min(splits, _cdiv(PROGRAMS, max(1, rows)))
+    return splits, min(splits, cdiv(PROGRAMS, max(1, rows)))
 
 
 def decode_triton(
@@ -389,13 +311,14 @@ def decode_triton(
     [B,W] and lens int32 [B] are read on the device only, so the call can be captured in a CUDA graph. Any page size.
     Raises ValueError for shapes that do not fit. A length beyond the table counts as the table's.
     """
-    _check_pools(k_pool, v_pool)
+    check_pools(k_pool, v_pool)
     _check_decode(q_BHD, k_pool, tables, lens, sinks)
-    q_BHD, tables = _unit_columns(q_BHD), _unit_columns(tables)
+    q_BHD, tables, lens = unit_columns(q_BHD), unit_columns(tables), unit_columns(lens)
+    sinks = None if sinks is None else unit_columns(sinks)
     batch, heads, dim = q_BHD.shape
     page_size, key_heads, value_dim = v_pool.shape[1:]
     group = heads // key_heads
-    tiles = key_heads * _cdiv(group, 16)
+    tiles = key_heads * cdiv(group, 16)
     capacity = tables.shape[1] * page_size
     splits, programs = split_grid(batch * tiles, capacity, window)
     if 4 * batch * heads * splits * (value_dim + 2) > WORKSPACE_BYTES:
@@ -404,15 +327,15 @@ def decode_triton(
     out = torch.empty(batch, heads, value_dim, dtype=q_BHD.dtype, device=q_BHD.device)
     sums = torch.empty(places, value_dim, device=q_BHD.device)
     maxima, totals = torch.empty(2, places, device=q_BHD.device)
-    exact = torch.float32 in (q_BHD.dtype, k_pool.dtype, v_pool.dtype)
-    blocks = {"BLOCK_E": _padded(value_dim), "E": value_dim, "SPLIT": SPLIT}
+    mixed = q_BHD.dtype != k_pool.dtype
+    blocks = {"BLOCK_E": padded(value_dim), "E": value_dim, "SPLIT": SPLIT}
     window = 2**31 - 1 if window is None else window
-    _decode_launch(max(_padded(dim), _padded(value_dim)), exact)(
+    _decode_launch(max(padded(dim), padded(value_dim)), mixed or k_pool.dtype == torch.float32)(
         decode_kernel,
         (batch * tiles, programs),
         q_BHD.device,
         q_BHD,
-        *_row_strides(q_BHD),
+        *row_strides(q_BHD),
         k_pool,
         *k_pool.stride()[:3],
         v_pool,
@@ -435,9 +358,9 @@ def decode_triton(
         splits,
         GROUP=group,
         D=dim,
-        BLOCK_D=_padded(dim),
+        BLOCK_D=padded(dim),
         PAGE=page_size,
-        UPCAST=INTERPRETED or q_BHD.dtype != k_pool.dtype,
+        UPCAST=INTERPRETED or mixed,
         **blocks,
     )
     if programs > 1:
@@ -451,41 +374,3 @@ def _decode_launch(block_dims: int, exact: bool) -> Launch:
     if block_dims > 256 or exact:
         return DECODE_WIDEST
     return DECODE_WIDE if block_dims > 128 else DECODE
-
-
-def write_triton(k_pool: Tensor, v_pool: Tensor, k_TGD: Tensor, v_TGE: Tensor, slots: Tensor) -> None:
-    """Store keys and values of T tokens in slots (int64 [T]) of the pools, in place, in their dtypes: one launch.
-
-    k, v and the pools may have any strides but the last. Slots are distinct, but for those of padding rows.
-    Raises ValueError for shapes that do not fit.
-    """
-    _check_pools(k_pool, v_pool)
-    count, (_, page_size, heads, dim), value_dim = len(slots), k_pool.shape, v_pool.shape[3]
-    if k_TGD.shape != (count, heads, dim) or v_TGE.shape != (count, heads, value_dim):
-        raise ValueError(
-            f"k_TGD, v_TGE: {tuple(k_TGD.shape)} and {tuple(v_TGE.shape)}; one row per slot needs "
-            f"[{count}, {heads}, {dim}] and [{count}, {heads}, {value_dim}]"
-        )
-    k_TGD, v_TGE = _unit_columns(k_TGD), _unit_columns(v_TGE)
-    per_program = max(1, WRITE.block // max(_padded(dim), _padded(value_dim)))
-    WRITE(
-        write_kernel,
-        (count, _cdiv(heads, per_program)),
-        k_pool.device,
-        k_TGD,
-        *_row_strides(k_TGD),
-        v_TGE,
-        *_row_strides(v_TGE),
-        slots,
-        k_pool,
-        *k_pool.stride()[:3],
-        v_pool,
-        *v_pool.stride()[:3],
-        heads,
-        D=dim,
-        E=value_dim,
-        BLOCK_D=_padded(dim),
-        BLOCK_E=_padded(value_dim),
-        PAGE=page_size,
-        HEADS=per_program,
-    )

@@ -5,7 +5,8 @@ all its queries with the shared keys, in one batch, beside each sequence's own t
 parts of similar length, so that little of a part is padding. Padding, of patterns and of batches, names tokens of the
 same sequence: they are in the cache, and their NaN is the row's own.
 
-Which groups share, and where parts are cut, follows from lengths alone, with constants that were measured on two cores.
+Which groups share and where parts are cut follows from lengths and the number of threads; the constants were measured
+with two.
 """
 
 import warnings
@@ -19,11 +20,15 @@ from torch import Tensor
 if TYPE_CHECKING:
     from rhotrain.kernels.paged_attention import SharedPages
 
-SHARING_PAYS = 50_000
-"""Scores of shared keys from which on a batch of GEMMs pays: 2.3 ns saved for each, against about 0.1 ms a layer."""
+SHARING_PAYS = 60_000
+"""Scores of shared keys from which on a batch of GEMMs pays: 1.7 ns saved for each, against about 0.1 ms a layer."""
 
-CUT_PAYS = 10_000
-"""Padding entries that another part must save: 5 ns for each, against 0.05 ms a layer."""
+CUT_PAYS = 30_000
+"""Padding entries that another part must save: 3 ns for each (they are in the cache), against 0.07 ms a layer."""
+
+LEAST_QUERIES = 16
+"""Queries of one key head below which a GEMM is no faster than the sparse operators, which find the keys in the cache: with
+12 (16 groups of 4, 512 tokens) 2.4 ms a layer against 2.2, with 24 1.6 against 1.9."""
 
 MAX_ENTRIES = 2**24
 """Entries of one part's pattern, 12 bytes each; more sequences are cut into parts."""
@@ -84,6 +89,7 @@ class Part:
     pattern: CSR [I*Hk*R*H/Hk, layout.rows] with N entries in each row; values are its entries, in one dimension.
     columns, offsets int32: the same for embedding_bag.
     scores, weights: [I*Hk, R*H/Hk, W]; scores is a view of `values` where nothing is shared.
+    products: [I*Hk, R*H/Hk, S]. Into a strided part of `scores` a batch of GEMMs runs as a loop, half as fast.
     mask: [I,1,R,1,W], 0 or -inf. masks_shared: some of it is -inf among the shared tokens.
     shared: int32 [I*Hk*S], the matrix rows of the shared tokens.
     """
@@ -96,6 +102,7 @@ class Part:
     offsets: Tensor
     scores: Tensor
     weights: Tensor
+    products: Tensor
     mask: Tensor
     masks_shared: bool
     shared: Tensor
@@ -130,6 +137,11 @@ class _Item:
     rows: tuple[int, ...]
     start: int = 0
     stop: int = 0
+
+    def split(self, pieces: int) -> list["_Item"]:
+        """The same sequences as several items of about equal size."""
+        step = -(-len(self.rows) // max(1, pieces))
+        return [_Item(self.rows[i : i + step], self.start, self.stop) for i in range(0, len(self.rows), step)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,15 +182,20 @@ class DecodePlans:
 
 def _groups(shared: tuple["SharedPages", ...], first: list[int], shape: PlanShape) -> list[_Item]:
     """The groups that one batch of GEMMs serves. first: the earliest token that each sequence sees."""
-    items = []
+    items, repeats = [], shape.heads // shape.groups
     for run in shared:
+        if (run.stop - run.start) * repeats < LEAST_QUERIES:
+            continue
         seen = min(first[run.start : run.stop]) // shape.page_size * shape.page_size
         items.append(_Item(tuple(range(run.start, run.stop)), seen, max(seen, run.pages * shape.page_size)))
     sizes = tuple((len(item.rows), item.stop - item.start) for item in items)
     common = _common_size(sizes)
     fitting = [(item, rows * tokens) for item, (rows, tokens) in zip(items, sizes) if _fits(rows, tokens, *common)]
-    pays = sum(saved for _, saved in fitting) * shape.heads >= SHARING_PAYS
-    return [item for item, _ in fitting] if pays else []
+    if sum(saved for _, saved in fitting) * shape.heads < SHARING_PAYS:
+        return []
+    # One group with three key heads leaves one of two threads idle for half of the time.
+    pieces = -(-2 * torch.get_num_threads() // (len(fitting) * shape.groups))
+    return [half for item, _ in fitting for half in item.split(min(pieces, len(item.rows) * repeats // LEAST_QUERIES))]
 
 
 def _fits(rows: int, tokens: int, most_rows: int, most_tokens: int) -> bool:
@@ -237,6 +254,7 @@ def _part(
         offsets=offsets,
         scores=scores,
         weights=torch.empty_like(scores),
+        products=values.new_empty(*sizes[:2], common.shape[1]),
         mask=torch.zeros(sees.shape, dtype=shape.dtype).masked_fill_(~sees, -torch.inf)[:, None, :, None],
         masks_shared=not bool(sees_common.all()),
         shared=shape.layout.columns(common, shape.groups).view(-1),
@@ -260,9 +278,10 @@ def _slots(start: Tensor, stop: Tensor, tables: Tensor, page_size: int, least: i
 
 @cache
 def _settle_sparse() -> None:
-    """PyTorch says once per process, at its first CSR tensor, that the layout is young; it is not the user's choice."""
+    """PyTorch says once per process, at its first CSR tensor, that the layout is young, and 2.11 that nobody checks it.
+    Neither is the user's choice, and the indices are right by construction."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        warnings.filterwarnings("ignore", message="Sparse (CSR tensor support is in beta|invariant checks)")
         torch.sparse_csr_tensor([0, 1], [0], [0.0], size=(1, 1), check_invariants=False)
 
 

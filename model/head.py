@@ -35,14 +35,17 @@ class Head:
 
         On CUDA a half-precision product leaves the GEMM in float32 (bf16 logits near 20 carry +-0.06).
         """
-        logits_NV = _float_product(hidden_NH, self.weight)
+        return self.finish(_float_product(hidden_NH, self.weight))
+
+    def finish(self, product_NV: Tensor) -> Tensor:
+        """hidden @ weight^T, float32 or float64 [N, V], -> logits: bias, scale and softcap."""
         if self.bias is not None:
-            logits_NV = logits_NV + self.bias.to(logits_NV.dtype)
+            product_NV = product_NV + self.bias.to(product_NV.dtype)
         if self.logit_scale is not None:
-            logits_NV = logits_NV * self.logit_scale
+            product_NV = product_NV * self.logit_scale
         if self.softcap is not None:
-            logits_NV = torch.tanh(logits_NV / self.softcap) * self.softcap
-        return logits_NV
+            product_NV = torch.tanh(product_NV / self.softcap) * self.softcap
+        return product_NV
 
 
 def _float_product(hidden_NH: Tensor, weight_VH: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def load_model(
     dropout: what `LoadedModel.with_dropout` puts in; outside of it every probability is 0, asked for or not.
     fused_layers: how RMSNorm, gated MLP and rotary run, in training and rollout alike: `off`, `auto` (measured),
     `liger`,
-        `compile`, `torch`, or what `LoadedModel.fused.spec` of an earlier load says.
+        `compile`, `torch`, or what `LoadedModel.fused_layers` of an earlier load says.
     attention: force an attention backend; `auto` takes the best that is here.
     Raises LoadError; its message names the model and the reason or the fix.
     """
@@ -127,8 +127,9 @@ def adopt_model(
     )
     loaded.attention.backend = attention
     if fused_layers != "off":
-        loaded.fused = fuse_layers(loaded, fused_layers)
-        loaded.notes = (*loaded.notes, loaded.fused.describe())
+        fused = fuse_layers(loaded, fused_layers)
+        loaded.fused_layers = fused.spec
+        loaded.notes = (*loaded.notes, fused.describe())
     if probe:
         run_probe(loaded)
     if dropout:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,6 @@ from torch import Tensor, nn
 from rhotrain.model.attention import AttentionState, LayerCall, PackedContext, PagedContext
 from rhotrain.model.dropout import TRIAL, ConfigDropout, DropoutSite, find_sites, probabilities
 from rhotrain.model.head import Head, head_of
-
-if TYPE_CHECKING:
-    from rhotrain.model.fused import FusedLayers
-    from rhotrain.model.packed import PackedWeights
 
 
 class LoadError(ValueError):
@@ -49,7 +45,7 @@ class LoadedModel:
     config_dropout: the dropout that the configuration asked for, written back by `save_model`.
     dropout: the probability that `with_dropout` puts in; 0 unless a user asked for dropout by name.
     notes: what was changed or not applied, for the log.
-    fused: which layers run fused, None when none was asked for.
+    fused_layers: how RMSNorm, gated MLP and rotary run, as `load_model` takes it; `auto` is resolved here.
     """
 
     model: nn.Module
@@ -65,7 +61,7 @@ class LoadedModel:
     notes: tuple[str, ...] = ()
     gradient_checkpointing: bool = False
     policy_version: int = 0
-    fused: "FusedLayers | None" = None
+    fused_layers: str = "off"
 
     @property
     def config(self) -> Any:
@@ -117,14 +113,6 @@ class LoadedModel:
             calls = self.layer_calls(torch.zeros(1, dtype=torch.int64, device=self.device))
         by_layer = {call.layer: (call.kv_heads, call.key_dim, call.value_dim) for call in calls}
         return tuple(by_layer[layer] for layer in range(self.num_layers))
-
-    @cached_property
-    def packed(self) -> "PackedWeights":
-        """Layouts for rollouts on a CPU, derived from the weights and made anew when those change."""
-        from rhotrain.model.packed import PackedWeights
-
-        owner: Any = self  # mypy knows this module by two names
-        return PackedWeights(owner)
 
     def layer_calls(self, input_ids_T: Tensor) -> list[LayerCall]:
         """Run the body on one sequence and return what each layer asked of the attention function."""

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any
+from weakref import WeakKeyDictionary, proxy
 
 import torch
 from torch import Tensor, nn
@@ -237,13 +238,7 @@ class PackedWeights:
         if self._stamp is None or (self._stamp[0], self._stamp[1][0]) != (stamp[0], stamp[1][0]):
             self.refresh()
         assert self._head is not None
-        bias = None if head.bias is None else head.bias.float()
-        logits_NV = _linear(hidden_NH.float(), self._head, bias)
-        if head.logit_scale is not None:
-            logits_NV = logits_NV * head.logit_scale
-        if head.softcap is not None:
-            logits_NV = torch.tanh(logits_NV / head.softcap) * head.softcap
-        return logits_NV
+        return head.finish(_linear(hidden_NH.float(), self._head, None))
 
     def _find(self) -> list[_Product]:
         """The products, found at the first call."""
@@ -276,6 +271,16 @@ class PackedWeights:
         if head.weight.numel() >= self.min_elements:
             # float32 for bfloat16 weights too: Head.logits multiplies in float32 on a CPU.
             self._head = _pack(head.weight.float())
+
+
+_PACKED: WeakKeyDictionary[LoadedModel, PackedWeights] = WeakKeyDictionary()
+
+
+def packed_weights(loaded: LoadedModel) -> PackedWeights:
+    """The packed copies of this model, one object for everybody who runs it. They go when the model goes."""
+    if loaded not in _PACKED:
+        _PACKED[loaded] = PackedWeights(proxy(loaded))
+    return _PACKED[loaded]
 
 
 def _weight(module: nn.Module) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 from rhotrain.kernels.paged_cpu import cpu_pool
 from rhotrain.model.attention import PagedContext
 from rhotrain.model.loaded import LoadedModel
+from rhotrain.model.packed import packed_weights
 
 
 class Pools:
@@ -52,7 +53,7 @@ class Pools:
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """The head: logits [N,V]."""
-        return self.loaded.packed.head_logits(hidden_NH)
+        return packed_weights(self.loaded).head_logits(hidden_NH)
 
     def copy_pages(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole pages (source, target), all sources read before any target is written."""

@@ -17,6 +17,7 @@ from rhotrain.kernels.logprob import token_logprobs
 from rhotrain.kernels.paged_attention import PagedBatch
 from rhotrain.model.attention import PagedContext
 from rhotrain.model.loaded import LoadedModel
+from rhotrain.model.packed import packed_weights
 
 PROMPT_TOKENS = 4096
 """Most prompt tokens in one forward; a single longer prompt still runs whole."""
@@ -77,7 +78,7 @@ class _Pool:
         with self.loaded.with_attention(context):
             hidden_TH = self.loaded.hidden(ids, positions)
         ends = torch.tensor(lens_q, device=device).cumsum(0) - 1
-        logits_BV = self.loaded.packed.head_logits(hidden_TH[ends])
+        logits_BV = packed_weights(self.loaded).head_logits(hidden_TH[ends])
         return logits_BV[torch.tensor(order, device=device).argsort()]
 
 
@@ -140,7 +141,7 @@ def decode_logprobs(
         for row, value in zip(batch, out.logprobs.cpu()):
             found[row.index].append(value)
 
-    with loaded.packed.using():
+    with packed_weights(loaded).using():
         for batch in _prompt_batches(rows):
             keep(batch, pool.last_logits(batch, [range(row.prompt_len) for row in batch]), 0)
         for step in range(1, max((row.drawn for row in rows), default=0)):

@@ -15,6 +15,7 @@ from torch import Tensor
 from rhotrain.kernels.paged_attention import PagedBatch, SharedPages
 from rhotrain.model.attention import PagedContext
 from rhotrain.model.loaded import LoadedModel
+from rhotrain.model.packed import packed_weights
 from rhotrain.rollout.decode import DecodeRows, decode_logits, padded_tables, shared_pages
 from rhotrain.rollout.graphs import CudaCapture, DecodeGraphs
 from rhotrain.rollout.pools import Pools
@@ -47,17 +48,17 @@ class Runner:
         if self.graphs is not None:
             self.graphs.drop()
         self.pools.release()
-        self.loaded.packed.release()
+        packed_weights(self.loaded).release()
 
     def weights(self) -> AbstractContextManager[None]:
         """Context manager of a few steps: on a CPU the weights are used in their fastest layout. Autograd must be
         off."""
-        return self.loaded.packed.using()
+        return packed_weights(self.loaded).using()
 
     @property
     def pack_seconds(self) -> float:
         """Time that making those layouts took so far."""
-        return self.loaded.packed.pack_seconds
+        return packed_weights(self.loaded).pack_seconds
 
     @property
     def capture_seconds(self) -> float:

@@ -185,6 +185,23 @@ def _why_not(name: str, call: Any) -> str:
     return why_not(name, call) or "it waits for the device, which no CUDA graph can hold"  # type: ignore[arg-type]
 
 
+def _rollout() -> dict[str, str]:
+    """What the rollout engine does here besides attention: graphs, packed weights, threads (measured, about 0.1 s)."""
+    import torch
+
+    from rhotrain.rollout.threads import candidates, choose, decode_seconds
+
+    graphs = "captured for the decode step" if torch.cuda.is_available() else "none (they need CUDA)"
+    packed = torch.backends.mkldnn.is_available()
+    seconds = decode_seconds(candidates(torch.get_num_threads()))
+    times = ", ".join(f"{n}: {1e3 * time:.2g} ms" for n, time in seconds.items())
+    return {
+        "CUDA graphs": graphs,
+        "packed weights on a CPU": "float32 and bfloat16, by oneDNN" if packed else "none (PyTorch has no oneDNN here)",
+        "threads to decode with": f"{choose(seconds)} of those that PyTorch has are fastest now ({times} a product)",
+    }
+
+
 def _cache() -> dict[str, Any]:
     from rhotrain.model.folders import cache_dir
 
@@ -217,6 +234,7 @@ def report() -> dict[str, Any]:
         "devices": _devices(),
         "backends": _backends(attention),
         "attention": attention,
+        "rollout": _rollout(),
         "cache": cache,
         "hf_kernels": kernels,
         "problems": problems,
@@ -237,6 +255,7 @@ def as_text(found: dict[str, Any]) -> str:
     for device, ops in found["backends"].items():
         lines += ["", f"backends on {device}"]
         lines += [f"  {op:23} {backend}" for op, backend in ops.items()]
+    lines += ["", "rollout", *(f"  {name:23} {value}" for name, value in found["rollout"].items())]
     models = ", ".join(cache["models"]) or "empty"
     lines += ["", f"cache: {cache['folder']} ({cache['from']}), {cache['size_mib']} MiB: {models}"]
     lines.append(f"Hugging Face's kernels package: {found['hf_kernels']}")

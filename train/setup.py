@@ -107,7 +107,7 @@ def _model(config: Config, choices: Choices, checkpoint_model: Path | None) -> L
         attention=config.model.attention,
         need_chat_template=config.task.template == "chat",
     )
-    choices.setdefault("fused_layers", "off" if loaded.fused is None else loaded.fused.spec)
+    choices.setdefault("fused_layers", loaded.fused_layers)
     choices.setdefault("device", str(loaded.device))
     choices.setdefault("dtype", str(loaded.dtype).removeprefix("torch."))
     return loaded

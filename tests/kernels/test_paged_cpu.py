@@ -116,6 +116,14 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares and cuts whatever it can, so that small tensors take the paths of large ones."""
     monkeypatch.setattr(paged_plan, "SHARING_PAYS", 1)
     monkeypatch.setattr(paged_plan, "CUT_PAYS", 1)
+    monkeypatch.setattr(paged_plan, "LEAST_QUERIES", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups are not split to occupy more."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
 BATCHES: dict[str, tuple[list[tuple[int, int]], list[int]]] = {
@@ -165,7 +173,7 @@ def test_one_key_head_and_a_head_of_its_own_for_every_query(eager: None) -> None
 # ---- what is read ----------------------------------------------------------------------------------------------------
 
 
-def test_shared_tokens_are_read_once_per_group_and_key_head() -> None:
+def test_shared_tokens_are_read_once_per_group_and_key_head(one_thread: None) -> None:
     case = make([(16, 16), (16, 16)], [20] * 32 + [500], 16, sizes=(9, 3, 8, 8))
     groups, alone = case.parts()
     assert groups.shared.shape == (2 * 3 * 16 * 16,) and groups.shared.unique().numel() == len(groups.shared)
@@ -175,12 +183,13 @@ def test_shared_tokens_are_read_once_per_group_and_key_head() -> None:
 
 
 def test_little_is_not_shared() -> None:
-    case = make([(4, 2)], [20] * 4, 16, sizes=(9, 3, 8, 8))
-    (part,) = case.parts()
-    assert part.shared.numel() == 0 and len(part.columns) == 4 * 9 * (32 + 20)
+    for rows, pages in ((6, 2), (5, 90)):
+        case = make([(rows, pages)], [20] * rows, 16, sizes=(9, 3, 8, 8))
+        (part,) = case.parts()
+        assert part.shared.numel() == 0 and len(part.columns) == rows * 9 * (16 * pages + 20)
 
 
-def test_a_group_that_would_be_mostly_padding_is_left_out() -> None:
+def test_a_group_that_would_be_mostly_padding_is_left_out(one_thread: None) -> None:
     case = make([(16, 40), (3, 40), (16, 6)], [20] * 35, 16, sizes=(9, 3, 8, 8))
     groups, *alone = case.parts()
     assert groups.mask.shape == (1, 1, 16, 1, 40 * 16 + 20)
@@ -188,7 +197,16 @@ def test_a_group_that_would_be_mostly_padding_is_left_out() -> None:
     assert (case.run(scale=0.3) - by_definition(case, scale=0.3)).abs().max() < 1e-12
 
 
-def test_pages_before_the_window_are_not_read() -> None:
+def test_one_group_is_split_to_occupy_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make([(36, 16)], [20] * 36, 16, sizes=(9, 3, 8, 8))
+    for threads, items in ((1, 1), (2, 2), (4, 3), (64, 6)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        (part,) = case.parts()
+        assert part.mask.shape[0] == items
+        assert (case.run(scale=0.3) - by_definition(case, scale=0.3)).abs().max() < 1e-12
+
+
+def test_pages_before_the_window_are_not_read(one_thread: None) -> None:
     case = make([(16, 40)], [16] * 16, 16, sizes=(9, 3, 8, 8))
     (part,) = case.parts(window=36 * 16 + 1)
     assert part.mask.shape[-1] == 36 * 16 + 16

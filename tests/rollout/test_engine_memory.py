@@ -10,6 +10,7 @@ import torch
 from helpers_model import tiny_model
 from helpers_rollout import make_prompts, one_thread, tokens  # noqa: F401
 
+from rhotrain.model.packed import packed_weights
 from rhotrain.rollout.completion import SamplingParams
 from rhotrain.rollout.engine import Engine
 
@@ -30,7 +31,7 @@ def addresses(engine: Engine) -> list[int]:
 def test_two_hundred_calls_leave_nothing_behind(case: str) -> None:
     """As in training: another policy_version each time, prompts of other lengths, packed weights made anew."""
     loaded = tiny_model("llama")
-    loaded.packed.min_elements = 1
+    packed_weights(loaded).min_elements = 1
     engine = Engine(loaded, num_pages=40, page_size=4, max_running=6, overlap=case != "plain")
     params = PLAIN
     if case != "plain":
@@ -57,16 +58,16 @@ def pool_tensors(engine: Engine) -> list[weakref.ref[torch.Tensor]]:
 
 def test_release_frees_the_pool_and_the_next_call_makes_it_again() -> None:
     loaded = tiny_model("llama")
-    loaded.packed.min_elements = 1
+    packed_weights(loaded).min_elements = 1
     engine = Engine(loaded, num_pages=40, page_size=4)
     prompts = make_prompts(9, 14)
     before = engine.generate(prompts, PLAIN, n=3)
-    assert loaded.packed.packed_bytes > 0 and engine.runner.pools.bytes > 0
+    assert packed_weights(loaded).packed_bytes > 0 and engine.runner.pools.bytes > 0
     tensors = pool_tensors(engine)
     engine.release()
     gc.collect()
     assert all(tensor() is None for tensor in tensors), "somebody still holds the pool"
-    assert engine.runner.pools.bytes == 0 and loaded.packed.packed_bytes == 0
+    assert engine.runner.pools.bytes == 0 and packed_weights(loaded).packed_bytes == 0
     engine.release()
     assert tokens(engine.generate(prompts, PLAIN, n=3)) == tokens(before)
     assert engine.runner.pools.bytes == 2 * 2 * 41 * 4 * 2 * 8 * 4, "layers, keys and values, pages, slots, heads, dims"

@@ -189,6 +189,17 @@ def test_buffers_hold_nothing_of_the_rows_before() -> None:
     for row, pages in enumerate((1, 3, 1, 1, 2)):
         assert bool((tables[row, :pages] >= 64).all()) and not bool((tables[row] < 64).any())
     assert bool((tables[5:] == pools.spare_page).all())
+    assert narrow.inputs.live.tolist() == [1] * 5 + [0] * 3 and narrow.inputs.cached.tolist() == [
+        2,
+        9,
+        3,
+        1,
+        5,
+        0,
+        0,
+        0,
+    ]
+    assert narrow.inputs.ids[5:].tolist() == [0] * 3
     alone = hand_made(pools, [2, 9, 3, 1, 5], first_page=64)
     torch.testing.assert_close(found, decode_logits(pools, alone.inputs), rtol=0, atol=1e-12)
 

@@ -8,6 +8,7 @@ from helpers_model import VOCAB, tiny_model
 from helpers_rollout import Groups, assert_same, double_model, make_prompts, one_thread, tokens  # noqa: F401
 
 from rhotrain.model.load import LoadedModel
+from rhotrain.model.packed import packed_weights
 from rhotrain.rollout.completion import SamplingParams
 from rhotrain.rollout.engine import Engine
 from rhotrain.rollout.kv_pool import KVPool
@@ -156,7 +157,7 @@ def test_nothing_is_found_in_a_later_call() -> None:
 def test_changed_weights_are_used_whoever_changed_them(how: str) -> None:
     """Large enough for packed layouts on a CPU, which are derived from the weights, as K/V are."""
     loaded = tiny_model("llama", initializer_range=0.3)
-    loaded.packed.min_elements = 1
+    packed_weights(loaded).min_elements = 1
     prompts = alike(3, 9)
     engine = Engine(loaded, num_pages=300, page_size=8)
     before = engine.generate(prompts, SAMPLED, n=2)

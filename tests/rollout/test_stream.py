@@ -11,6 +11,7 @@ import torch
 from helpers_model import tiny_model
 from helpers_rollout import Groups, make_prompts, one_thread, tokens  # noqa: F401
 
+from rhotrain.model.packed import packed_weights
 from rhotrain.rollout.completion import SamplingParams
 from rhotrain.rollout.engine import Engine, Finished
 from rhotrain.rollout.stream import stream_completions
@@ -124,7 +125,7 @@ def test_an_optimiser_step_during_a_stream_is_an_error(begun: bool) -> None:
 def test_the_model_can_be_trained_between_two_completions_of_a_stream() -> None:
     """Autograd's state, hooks and the modules' forwards are the caller's while the stream waits."""
     engine = make_engine()
-    engine.loaded.packed.min_elements = 1
+    packed_weights(engine.loaded).min_elements = 1
     stream = engine.stream(PROMPTS, PLAIN, max_new_tokens=LIMITS)
     next(stream)
     assert torch.is_grad_enabled() and engine.loaded.attention.context is None

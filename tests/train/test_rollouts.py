@@ -88,6 +88,16 @@ def test_drawing_ahead_changes_no_sample_while_the_weights_stand() -> None:
     assert len({str(tokens(r)) for r in ahead}) == 6
 
 
+def test_memory_is_released_between_rollouts_when_asked() -> None:
+    """The pool is gone while the trainer works, and what is drawn is the same."""
+    kept, released = make(config()), make(config(release_memory=True))
+    for queue, holds in ((kept, True), (released, False)):
+        queue.take(version=0, remaining=2)
+        assert bool(queue.engine.runner.pools.keys) is holds
+    again = [queue.take(version=0, remaining=1) for queue in (kept, released)]
+    assert tokens(again[0]) == tokens(again[1])
+
+
 def test_no_more_is_drawn_than_the_run_needs() -> None:
     queue = make(config(4))
     queue.take(version=0, remaining=2)
