@@ -152,29 +152,42 @@ def median_gap_ms(timestamps: list[list[float]]) -> float | None:
     return 1e3 * statistics.median(gaps) if gaps else None
 
 
-class Peak:
-    """mib: the most that was held inside of `peak_memory` over what was held before; None where nobody counts it."""
+class Watch:
+    """What `watched` saw. peak_mib: the most memory that was held inside over what was held before; None where nobody
+    counts it. others: share of the machine's CPU time that other processes took, and the hypervisor; None on CUDA."""
 
-    mib: float | None = None
+    peak_mib: float | None = None
+    others: float | None = None
 
 
 @contextmanager
-def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """CUDA: of the allocator. Linux: of the resident set, whose high-water mark a process may reset. Information only:
-    an allocator that kept memory from the round before shows less."""
-    found = Peak()
+def watched(device: torch.device) -> Iterator[Watch]:
+    """CUDA: peak of the allocator. CPU: of the resident set, on Linux, where a process may reset its high-water mark;
+    for information only, as an allocator that kept memory from the round before shows less."""
+    found = Watch()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         yield found
-        found.mib = (torch.cuda.max_memory_allocated(device) - before) / 2**20
+        found.peak_mib = (torch.cuda.max_memory_allocated(device) - before) / 2**20
         return
     reset = _reset_high_water()
-    before = psutil.Process().memory_info().rss
+    before, busy, own = psutil.Process().memory_info().rss, _busy_seconds(), time.process_time()
+    start = time.perf_counter()
     yield found
+    available = (time.perf_counter() - start) * (psutil.cpu_count() or 1)
+    foreign = _busy_seconds() - busy - (time.process_time() - own)
+    found.others = min(1.0, max(0.0, foreign / available))
     peak = _high_water_bytes() if reset else None
     if peak is not None:
-        found.mib = max(0.0, (peak - before) / 2**20)
+        found.peak_mib = max(0.0, (peak - before) / 2**20)
+
+
+def _busy_seconds() -> float:
+    """CPU time of all processes and of other machines on this one. A second busy process makes a GEMM of all cores up
+    to ten times slower, as each waits for the slowest: figures without this say little."""
+    times = psutil.cpu_times()
+    return sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
 def _reset_high_water() -> bool:

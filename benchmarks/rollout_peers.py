@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from kernel_peers import Unavailable
 from rollout_cases import Batch, Models
-from rollout_limits import StepClock, median_gap_ms, peak_memory
+from rollout_limits import StepClock, median_gap_ms, watched
 
 from rhotrain.kernels.backend import resolve_backend
 from rhotrain.rollout.completion import SamplingParams
@@ -42,7 +42,8 @@ class Run:
 
     prefill_seconds: until every row has its first token, for ours the steps that ran prompts. decode_seconds: the
     rest; decode_ms: median time between its steps. pack_seconds, capture_seconds: of `seconds`, what derived weights
-    and graphs took. peak_mib: memory over what was held before; kv_mib: taken for K/V before. logprobs: ours only.
+    and graphs took. peak_mib: memory over what was held before; kv_mib: taken for K/V before. others: what
+    other processes took of the CPU (rollout_limits.py). logprobs: ours only.
     """
 
     seconds: float
@@ -54,6 +55,7 @@ class Run:
     capture_seconds: float | None = None
     peak_mib: float | None = None
     kv_mib: float | None = None
+    others: float | None = None
     logprobs: list[list[list[float]]] | None = None
 
     def check(self, batch: Batch) -> "Run":
@@ -112,7 +114,7 @@ def open_ours(models: Models, largest: Batch) -> Iterator[RunBatch]:
                 decode_ticks[:] = clock.ticks[-1:]
 
         sampling = SamplingParams(max_new_tokens=max(batch.new_tokens), ignore_eos=True)
-        with peak_memory(device) as peak:
+        with watched(device) as watch:
             start = time.perf_counter()
             groups = engine.generate(
                 batch.prompts, sampling, n=batch.group, max_new_tokens=batch.new_tokens, on_tokens=on_tokens
@@ -127,7 +129,8 @@ def open_ours(models: Models, largest: Batch) -> Iterator[RunBatch]:
             decode_ms=median_gap_ms([decode_ticks]),
             pack_seconds=stats.pack_seconds,
             capture_seconds=stats.capture_seconds,
-            peak_mib=peak.mib,
+            peak_mib=watch.peak_mib,
+            others=watch.others,
             kv_mib=pages * page_bytes(models.loaded, PAGE) / 2**20,
             logprobs=[[list(c.logprobs) for c in group] for group in groups],
         )
@@ -187,7 +190,7 @@ def open_generate(models: Models, largest: Batch) -> Iterator[RunBatch]:
 
     def run(batch: Batch) -> Run:
         rows = batch.row_tokens
-        with peak_memory(device) as peak:
+        with watched(device) as watch:
             start = time.perf_counter()
             ids, mask = left_padded(batch.prompts, device)
             lengths = ForcedLengths(ids.shape[1] + torch.tensor(rows, device=device))
@@ -210,7 +213,8 @@ def open_generate(models: Models, largest: Batch) -> Iterator[RunBatch]:
             prefill_seconds=lengths.clock.first_seconds,
             decode_seconds=lengths.clock.rest_seconds,
             decode_ms=lengths.clock.median_ms(),
-            peak_mib=peak.mib,
+            peak_mib=watch.peak_mib,
+            others=watch.others,
         )
 
     yield run
@@ -252,7 +256,7 @@ def open_continuous(models: Models, largest: Batch) -> Iterator[RunBatch]:
             hf.continuous_batching_context_manager(
                 generation_config=sampling, continuous_batching_config=settings, persistent_manager=True
             ) as manager,
-            peak_memory(device) as peak,
+            watched(device) as watch,
         ):
             start = time.perf_counter()
             names = [
@@ -269,7 +273,8 @@ def open_continuous(models: Models, largest: Batch) -> Iterator[RunBatch]:
             prefill_seconds=started - start,
             decode_seconds=start + seconds - started,
             decode_ms=median_gap_ms(stamps),
-            peak_mib=peak.mib,
+            peak_mib=watch.peak_mib,
+            others=watch.others,
         )
 
     try:

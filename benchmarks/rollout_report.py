@@ -12,6 +12,9 @@ from rollout_cases import Batch, Targets
 from rollout_limits import LeastWork, Roofline
 from rollout_peers import Run
 
+DISTURBED = 0.05
+"""Share of the CPU that other processes may take before a row says that they did."""
+
 Status = Literal["ok", "skipped"]
 
 
@@ -23,7 +26,7 @@ class Row:
     times ours is as fast, the median of the rounds' ratios. floor_s: least seconds on this machine; share: of the
     roofline, floor_s by seconds; decode_share: the same of decoding alone, where the side tells the two apart.
     pack_s: per round; capture_s: of all rounds and the warm-up. peak_mib: over what was held before the run; kv_mib:
-    memory for K/V that was taken before. logprob_error: ours, largest difference from transformers' own logits. target,
+    memory for K/V that was taken before. others: most that other processes took of the CPU in a round. logprob_error: ours, largest difference from transformers' own logits. target,
     least: for times_faster of generate's row, for tok_per_s and share of ours.
     """
 
@@ -46,6 +49,7 @@ class Row:
     decode_share: float | None = None
     peak_mib: float | None = None
     kv_mib: float | None = None
+    others: float | None = None
     logprob_error: float | None = None
     target: float | None = None
     least: float | None = None
@@ -80,6 +84,7 @@ def measured(
         share=(prefill + decode) / statistics.median(seconds),
         peak_mib=_median(run.peak_mib for run in runs),
         kv_mib=_median(run.kv_mib for run in runs),
+        others=max((run.others for run in runs if run.others is not None), default=None),
     )
     decode_s = _median(run.decode_seconds for run in runs)
     row.decode_share = decode / decode_s if decode_s else None
@@ -146,7 +151,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    note = f"{row.status}: {row.reason}" if row.status != "ok" else _aim(row)
+    note = f"{row.status}: {row.reason}" if row.status != "ok" else _note(row)
 
     def show(value: float | None, form: str) -> str:
         return "-" if value is None else form.format(value)
@@ -166,6 +171,12 @@ def _cells(row: Row) -> tuple[str, ...]:
         show(row.kv_mib, "{:.0f}"),
         note,
     )
+
+
+def _note(row: Row) -> str:
+    disturbed = row.others is not None and row.others > DISTURBED
+    warning = f"DISTURBED: other processes took {row.others:.0%} of the CPU" if disturbed else ""
+    return "; ".join(text for text in (_aim(row), warning) if text)
 
 
 def _aim(row: Row) -> str:

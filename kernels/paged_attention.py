@@ -31,20 +31,10 @@ from rhotrain.kernels.backend import Backend, resolve_backend
 from rhotrain.kernels.flash import LIBRARIES, AttentionChoice
 from rhotrain.kernels.paged_cpu import decode_reference
 from rhotrain.kernels.paged_kernels import decode_triton, write_triton
-from rhotrain.kernels.paged_plan import DecodePlans
+from rhotrain.kernels.paged_plan import DecodePlans, SharedPages
 
 DecodeBackend = Literal["triton", "flash_attn3", "flash_attn", "torch_varlen", "sdpa"]
 PrefillBackend = Literal["flash_attn3", "flash_attn4", "flash_attn", "torch_varlen", "gather"]
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPages:
-    """The sequences start <= b < stop of a batch have the same first `pages` pages, all of them full. A hint: a backend
-    may read them once for all of these sequences."""
-
-    start: int
-    stop: int
-    pages: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,16 @@
 
 A row's bits depend on nothing but its own query, keys and length. Splits begin at multiples of SPLIT tokens, whatever
 the batch and the width of the tables; each is computed alone, and they are added up from left to right (`_fold`), by
-one program where the batch fills the GPU, else through memory. How many programs share a row follows from shapes, so
-that a wide table costs no programs that find nothing to do; nothing here reads a length on the host.
+one program where the batch fills the GPU, else through memory. How many programs share a row follows from shapes and
+stays near PROGRAMS in all, so that a wide table adds few that find nothing to do; no length is read on the host.
 
 Why 256 tokens: one row of 8 key heads and 4096 tokens makes 128 programs, about one for each of an H200's 132
 processors, and 256 tokens of 128 bf16 dimensions are 128 KiB, of which a processor's share of 4.3 TB/s needs 4 us. The
 partial sums that go through memory are 1 % of the bytes read per query head of a group (a float32 row, written and
 read), and none do where the batch has PROGRAMS programs anyway.
 
-Numerics: scores, softmax and sums in float32. Softmax weights meet V as two terms of V's type, so that they lose
-nothing to a half type; what remains is the rounding of the output.
+Numerics: scores, softmax and sums in float32. Softmax weights meet V as two terms of V's type, so that a bf16 V costs
+them 2^-17, not 2^-9; what remains is the rounding of the output.
 Sources: Flash-Decoding (Dao et al., 2023), PagedAttention (Kwon et al., arXiv 2309.06180).
 """
 
@@ -43,8 +43,10 @@ DECODE_WIDEST = Launch(block=16, num_warps=8, num_stages=3)
 and two programs share a processor. float32 is multiplied without tensor cores, as TF32 would lose bits."""
 COMBINE = Launch(block=1, num_warps=1, num_stages=4)
 """block: splits at a time."""
-_ROWS = tl.constexpr(16)
+
+ROWS = 16
 """Query heads per tile: the least that `tl.dot` takes. More share their keys through the L2 cache."""
+_ROWS = tl.constexpr(ROWS)
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
@@ -318,7 +320,7 @@ def decode_triton(
     batch, heads, dim = q_BHD.shape
     page_size, key_heads, value_dim = v_pool.shape[1:]
     group = heads // key_heads
-    tiles = key_heads * cdiv(group, 16)
+    tiles = key_heads * cdiv(group, ROWS)
     capacity = tables.shape[1] * page_size
     splits, programs = split_grid(batch * tiles, capacity, window)
     if 4 * batch * heads * splits * (value_dim + 2) > WORKSPACE_BYTES:

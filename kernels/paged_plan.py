@@ -12,13 +12,9 @@ with two.
 import warnings
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from rhotrain.kernels.paged_attention import SharedPages
 
 SHARING_PAYS = 60_000
 """Scores of shared keys from which on a batch of GEMMs pays: 1.7 ns saved for each, against about 0.1 ms a layer."""
@@ -27,11 +23,21 @@ CUT_PAYS = 30_000
 """Padding entries that another part must save: 3 ns for each (they are in the cache), against 0.07 ms a layer."""
 
 LEAST_QUERIES = 16
-"""Queries of one key head below which a GEMM is no faster than the sparse operators, which find the keys in the cache: with
-12 (16 groups of 4, 512 tokens) 2.4 ms a layer against 2.2, with 24 1.6 against 1.9."""
+"""Queries of one key head below which a GEMM is no faster than the sparse operators, which find the keys in the cache:
+with 12 (16 groups of 4, 512 tokens) 2.4 ms a layer against 2.2, with 24 1.6 against 1.9."""
 
 MAX_ENTRIES = 2**24
 """Entries of one part's pattern, 12 bytes each; more sequences are cut into parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPages:
+    """The sequences start <= b < stop of a batch have the same first `pages` pages, all of them full. A hint: a backend
+    may read them once for all of these sequences."""
+
+    start: int
+    stop: int
+    pages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +160,7 @@ class DecodePlans:
 
     tables: Tensor
     lens: Tensor
-    shared: tuple["SharedPages", ...] = ()
+    shared: tuple[SharedPages, ...] = ()
     _made: dict[PlanShape, Plan] = field(default_factory=dict, init=False, repr=False)
 
     def of(self, shape: PlanShape) -> Plan:
@@ -180,7 +186,7 @@ class DecodePlans:
         )
 
 
-def _groups(shared: tuple["SharedPages", ...], first: list[int], shape: PlanShape) -> list[_Item]:
+def _groups(shared: tuple[SharedPages, ...], first: list[int], shape: PlanShape) -> list[_Item]:
     """The groups that one batch of GEMMs serves. first: the earliest token that each sequence sees."""
     items, repeats = [], shape.heads // shape.groups
     for run in shared:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rhotrain.kernels.paged_attention import PagedBatch, SharedPages
+from rhotrain.kernels.paged_attention import PagedBatch
+from rhotrain.kernels.paged_plan import SharedPages
 from rhotrain.model.attention import PagedContext
 from rhotrain.rollout.pools import Pools
 from rhotrain.rollout.scheduler import Sequence

@@ -37,7 +37,7 @@ class Pools:
 
     def _pool(self, heads: int, dim: int) -> Tensor:
         shape = (self.spare_page + 1, self.page_size, heads, dim)
-        if self.loaded.device.type == "cpu":
+        if self.loaded.device.type == "cpu" and self.loaded.full_precision:
             return cpu_pool(*shape, dtype=self.loaded.dtype)
         return torch.zeros(shape, dtype=self.loaded.dtype, device=self.loaded.device)
 

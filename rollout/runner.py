@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rhotrain.kernels.paged_attention import PagedBatch, SharedPages
+from rhotrain.kernels.paged_attention import PagedBatch
+from rhotrain.kernels.paged_plan import SharedPages
 from rhotrain.model.attention import PagedContext
 from rhotrain.model.loaded import LoadedModel
 from rhotrain.model.packed import packed_weights

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import rollout_limits
 import rollout_peers
 import test_rollout
 import torch
 from kernel_report import RESULTS
 from rollout_cases import FIRST_ID, TINY, WORKLOADS, Batch, Models, Targets, load_models, workloads
-from rollout_limits import LeastWork, ModelShape, Roofline, median_gap_ms, peak_memory
+from rollout_limits import LeastWork, ModelShape, Roofline, median_gap_ms, watched
 from rollout_peers import Run, Unavailable, open_continuous, open_generate, open_ours, open_sglang, open_vllm, pages_for
 from rollout_proof import greedy_difference, logprob_error, logprob_limit
 from rollout_report import Row, compare, judge, measured, result_path, table, write_json
@@ -113,11 +114,26 @@ def test_a_models_cost_is_what_pytorch_counts(models: Models) -> None:
 def test_clocks_and_memory() -> None:
     assert median_gap_ms([[0.0, 0.001, 0.003], [5.0], []]) == pytest.approx(1.5)
     assert median_gap_ms([[1.0]]) is None
-    with peak_memory(CPU) as peak:
+    with watched(CPU) as watch:
         held = torch.ones(2**24)  # 64 MiB, freed inside
         del held
     if Path("/proc/self/clear_refs").exists():
-        assert peak.mib is not None and peak.mib > 50
+        assert watch.peak_mib is not None and watch.peak_mib > 50
+
+
+def test_other_processes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = iter((100.0, 100.0 + 3e-3))
+    monkeypatch.setattr(rollout_limits, "_busy_seconds", lambda: next(busy))
+    monkeypatch.setattr(rollout_limits.psutil, "cpu_count", lambda: 2)
+    now = iter((10.0, 10.005))
+    spent = iter((1.0, 1.001))
+    monkeypatch.setattr(rollout_limits.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(rollout_limits.time, "process_time", lambda: next(spent))
+    with watched(CPU) as watch:
+        pass
+    monkeypatch.undo()
+    assert watch.others == pytest.approx(0.2)  # 2 of 10 ms
+    assert rollout_limits._busy_seconds() > 0
 
 
 # ---- sides ----------------------------------------------------------------------------------------------------------
@@ -316,7 +332,9 @@ def test_table_and_json_say_what_was_not_measured(uneven: Batch, tmp_path: Path)
     mine, peer = rows(uneven, [1.0], [1.0 / 3.0])
     judge(mine, [mine, peer], Targets(times_generate=2.0, least=1.8))
     skipped = Row(workload="w", by="vllm", reason="vllm is not installed")
+    mine.others, peer.others = 0.3, 0.01
     header, *lines = table([mine, peer, skipped])
+    assert lines[0].endswith("DISTURBED: other processes took 30% of the CPU")
     assert lines[1].endswith("target 2x, at least 1.8x: MISSED") and lines[2].endswith("skipped: vllm is not installed")
     end = header.index("tok/s") + len("tok/s")
     assert [line[:end].split()[-1] for line in lines] == ["28", "84", "-"]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from rhotrain.kernels import paged_cpu, paged_plan
-from rhotrain.kernels.paged_attention import PagedBatch, SharedPages, paged_attention, write_kv
+from rhotrain.kernels.paged_attention import PagedBatch, paged_attention, write_kv
 from rhotrain.kernels.paged_cpu import DecodePlans, cpu_pool, decode_reference, plan_shape
+from rhotrain.kernels.paged_plan import SharedPages
 
 HEADS, GROUPS, DIM, VALUE_DIM = 6, 2, 8, 8
 
@@ -129,7 +130,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 BATCHES: dict[str, tuple[list[tuple[int, int]], list[int]]] = {
     "one group": ([(5, 3)], [1, 7, 16, 17, 2]),
     "several": ([(3, 4), (2, 5), (3, 4)], [1, 2, 3, 30, 5, 6, 7, 8]),
-    "with others": ([(2, 3), (1, 0), (2, 3)], [4, 1, 70, 9, 2, 1, 64, 3]),
+    "with others": ([(2, 3), (1, 0), (2, 3)], [4, 0, 70, 9, 2, 1, 64, 3]),
     "one row": ([(1, 4)], [5]),
     "very different": ([(4, 6), (2, 1), (4, 5)], [3, 1, 1, 2, 5, 4, 3, 2, 1, 9]),
     "nothing shared": ([], [1, 33, 16, 17, 5]),
@@ -318,6 +319,8 @@ def test_a_step_is_planned_once_for_every_window() -> None:
             layer = replace(case, q=noise)
             out = layer.run(scale=0.4, window=window, plans=plans)
             assert (out - by_definition(layer, scale=0.4, window=window)).abs().max() < 1e-12
+    shape = plan_shape(case.q, case.k_pool, case.v_pool, 5)
+    assert shape is not None and plans.of(shape) is plans.of(shape)
     assert len(plans._made) == 2
 
 

@@ -109,6 +109,15 @@ def test_counts_of_a_burst() -> None:
     assert sum(seen) == 2 * 11
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_who_waits_enters_while_the_others_go_on(overlap: bool) -> None:
+    """Two places; three short completions pass through one of them while the long one keeps the other."""
+    limits = {"max_new_tokens": [3, 24, 4, 5]}
+    options: dict[str, Any] = {"n": 1, "max_running": 2, "per_call": limits}
+    _, engine = generate(double_model(), SamplingParams(**PLAIN), (32, overlap), **options)
+    assert 24 <= engine.stats.steps <= 24 + overlap
+
+
 def poisoned(loaded: LoadedModel, clean: Groups, prompts: list[list[int]]) -> int:
     """Make an id NaN that the first completion draws in its middle and no prompt holds."""
     ids = clean[0][0].token_ids

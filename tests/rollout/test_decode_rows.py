@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rhotrain.kernels.paged_attention import SharedPages
+from rhotrain.kernels.paged_plan import SharedPages
 from rhotrain.rollout.decode import DecodeRows, padded_tables, shared_pages
 from rhotrain.rollout.scheduler import Group, Sequence
 

@@ -214,7 +214,7 @@ def library(request: pytest.FixtureRequest) -> Iterator[tuple[StandIn, dict[str,
         assert stand_in.calls[name] > 0, f"{name} was not called"
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_greedy_equals_transformers_over_every_library(family: str, library: tuple[StandIn, dict[str, Any]]) -> None:
     loaded = load(family)
     prompts = make_prompts(family, loaded.vocab_size)[3:7]
@@ -228,7 +228,7 @@ def test_greedy_equals_transformers_over_every_library(family: str, library: tup
 def test_in_float64_every_library_agrees_with_the_trainer(family: str, library: tuple[StandIn, dict[str, Any]]) -> None:
     """The trainer's forward takes the same library, and PyTorch's own attention for comparison."""
     loaded = load(family, torch.float64)
-    prompts = make_prompts(family, loaded.vocab_size)[3:6]
+    prompts = make_prompts(family, loaded.vocab_size)[3:5]
     params = SamplingParams(temperature=0.7, max_new_tokens=NEW, seed=1)
     for prompt, group in zip(prompts, Engine(loaded, **library[1]).generate(prompts, params, n=2)):
         for completion in group:

@@ -153,7 +153,7 @@ def test_random_loads_end_with_the_right_tokens(seed: int) -> None:
         "max_running": rng.choice([1, 2, 5, 64]),
         "spare": spare,
     }
-    for burst, late in BURSTS:
+    for burst, late in BURSTS[:1] + rng.sample(BURSTS[1:], 2):
         done = simulate(prompts, lengths, burst=burst, late=late, **limits)
         expect_all(done)
         assert done.prompt_tokens + done.scheduler.found == sum(map(len, prompts))
