@@ -78,9 +78,10 @@ class Batch:
         """New tokens of every row, prompt-major."""
         return [new for new in self.new_tokens for _ in range(self.group)]
 
-    def short(self, prompts: int, new_tokens: int) -> "Batch":
-        """The first prompts with few new tokens: a warm-up."""
-        return Batch(self.prompts[:prompts], [min(n, new_tokens) for n in self.new_tokens[:prompts]], self.group)
+    def short(self, prompts: int, new_tokens: int, prompt_len: int | None = None) -> "Batch":
+        """The first prompts, or what they begin with, and few new tokens: a warm-up."""
+        new = [min(n, new_tokens) for n in self.new_tokens[:prompts]]
+        return Batch([p[:prompt_len] for p in self.prompts[:prompts]], new, self.group)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,8 +98,8 @@ class Targets:
 class Workload:
     """prompt_len, new_tokens: smallest and largest. spread: `even` steps from one end to the other, or `random`.
 
-    cpu_rounds: rounds of each side on a CPU by default, 0 where it is for a GPU only. cpu, gpu: targets on two cores
-    with SmolLM2, and on an H200 with the shape of Qwen3-0.6B.
+    on_cpu: also measured on a CPU. cpu, gpu: targets on two cores with SmolLM2, and on an H200 with the shape of
+    Qwen3-0.6B.
     """
 
     name: str
@@ -107,7 +108,7 @@ class Workload:
     new_tokens: tuple[int, int]
     group: int = 1
     spread: Literal["even", "random"] = "even"
-    cpu_rounds: int = 1
+    on_cpu: bool = True
     cpu: Targets = field(default_factory=Targets)
     gpu: Targets = field(default_factory=Targets)
 
@@ -137,7 +138,6 @@ WORKLOADS = (
         prompts=16,
         prompt_len=SHORT,
         new_tokens=(64, 64),
-        cpu_rounds=2,
         cpu=Targets(times_generate=2.0, least=1.8),
     ),
     Workload(
@@ -169,7 +169,7 @@ WORKLOADS = (
         prompt_len=(100, 1024),
         new_tokens=(100, 1024),
         spread="random",
-        cpu_rounds=0,
+        on_cpu=False,
         gpu=Targets(times_generate=10.0, tok_per_s=20_000.0, share=0.5),
     ),
 )
@@ -177,7 +177,7 @@ WORKLOADS = (
 
 def workloads(device: torch.device) -> list[Workload]:
     """Those that are measured on this kind of device."""
-    return [w for w in WORKLOADS if device.type == "cuda" or w.cpu_rounds]
+    return [w for w in WORKLOADS if device.type == "cuda" or w.on_cpu]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,9 @@ class Row:
     times ours is as fast, the median of the rounds' ratios. floor_s: least seconds on this machine; share: of the
     roofline, floor_s by seconds; decode_share: the same of decoding alone, where the side tells the two apart.
     pack_s: per round; capture_s: of all rounds and the warm-up. peak_mib: over what was held before the run; kv_mib:
-    memory for K/V that was taken before. others: most that other processes took of the CPU in a round. logprob_error: ours, largest difference from transformers' own logits. target,
-    least: for times_faster of generate's row, for tok_per_s and share of ours.
+    memory for K/V that was taken before. others: most that other processes took of the CPU in a round. logprob_error:
+    ours, largest difference from transformers' own logits. target, least: for times_faster of generate's row, for
+    tok_per_s and share of ours.
     """
 
     workload: str

@@ -6,7 +6,8 @@
 Every side samples the same prompts at temperature 1, the same number of new tokens per row, stop ids ignored. In each
 round all sides run one after the other in this process (peers, then ours, on the same prompts; servers have their own
 process): speed drifts, and figures of different minutes are not comparable. On a GPU each peer has rounds of its own
-with ours, so that memory is shared by two. A ratio is the median of the rounds' ratios.
+with ours, so that memory is shared by two. A ratio is the median of the rounds' ratios. A row says when other
+processes took CPU time meanwhile: such figures say little.
 
 Before anything is timed, our greedy tokens must be generate's, or tie with them within rounding, and in every workload
 the logprobs of drawn tokens must be those of transformers' own forward; a side that draws another number of tokens than
@@ -15,7 +16,7 @@ derives from the weights counts in its time.
 
 Settings, from the environment:
     RHOTRAIN_ROLLOUT_MODEL    smollm2 (default on a CPU), qwen3-0.6b (default on a GPU), tiny, or what load_model takes
-    RHOTRAIN_ROLLOUT_ROUNDS   rounds of every side in every workload (default: 3; on a CPU 1 where a round takes long)
+    RHOTRAIN_ROLLOUT_ROUNDS   rounds of every side in every workload (default: 3; on a CPU 1)
     RHOTRAIN_ROLLOUT_PEERS    of generate, continuous batching, vllm, sglang, with commas (default: all; on a CPU
                               continuous batching in uniform-16 only, as it takes minutes in the others)
 One workload: -k uniform-16. Results as data: --bench-json PATH or auto.
@@ -74,8 +75,9 @@ class RolloutRun:
         """What is wrong with our greedy tokens, None if nothing is."""
         return greedy_difference(self.models)
 
-    def rounds_of(self, workload: Workload) -> int:
-        return self.rounds or (workload.cpu_rounds if DEVICE.type == "cpu" else 3)
+    @property
+    def rounds_asked(self) -> int:
+        return self.rounds or (1 if DEVICE.type == "cpu" else 3)
 
     def why_not(self, peer: str, workload: Workload) -> str | None:
         """Why a peer is not even tried."""
@@ -134,7 +136,7 @@ def test_rollout(workload: Workload, peers: list[str], benchmark: Any, rollout_r
     if rollout_run.difference is not None:
         pytest.fail(f"{rollout_run.difference}: no speed is reported for wrong tokens", pytrace=False)
     models = rollout_run.models
-    rounds = [workload.batch(r, models.loaded.vocab_size) for r in range(1, rollout_run.rounds_of(workload) + 1)]
+    rounds = [workload.batch(r, models.loaded.vocab_size) for r in range(1, rollout_run.rounds_asked + 1)]
     reasons: dict[str, str] = {}
     with ExitStack() as stack:
         theirs: dict[str, RunBatch] = {}
@@ -158,7 +160,7 @@ def open_peer(
     batch = workload.batch(0, models.loaded.vocab_size)
     try:
         run = stack.enter_context(PEERS[peer](models, batch))
-        run(batch.short(batch.rows, 8) if DEVICE.type == "cuda" else batch.short(2, 3))
+        run(batch.short(batch.rows, 8) if DEVICE.type == "cuda" else batch.short(2, 3, prompt_len=64))
     except Exception as error:  # a peer that fails is a row with its reason
         return one_line(error)
     theirs[peer] = run

@@ -13,6 +13,7 @@ import warnings
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,11 +139,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """Sequences of a batch that meet the tokens start <= t < stop together; one sequence and no tokens otherwise."""
+    """Sequences of a batch that meet the tokens start <= t < stop together."""
 
     rows: tuple[int, ...]
-    start: int = 0
-    stop: int = 0
+    start: int
+    stop: int
 
     def split(self, pieces: int) -> list["_Item"]:
         """The same sequences as several items of about equal size."""
@@ -170,29 +171,31 @@ class DecodePlans:
         return self._made[shape]
 
     def _make(self, shape: PlanShape) -> Plan:
-        lens = self.lens.tolist()
-        first = [0 if shape.window is None else max(0, n - shape.window) for n in lens]
+        lens = self.lens.numpy()
+        first = np.zeros_like(lens) if shape.window is None else np.maximum(lens - shape.window, 0)
         groups = _groups(self.shared, first, shape)
-        taken = {b for item in groups for b in item.rows}
-        alone = sorted((n - f, b) for b, (n, f) in enumerate(zip(lens, first)) if b not in taken)
-        cuts = [[_Item((b,)) for b in sorted(cut)] for cut in _cuts(alone, shape.heads)]
-        tensors = self.tables.long(), self.lens.long(), torch.tensor(first)
-        made = [_part(items, *tensors, shape) for items in ([groups] if groups else []) + cuts]
+        alone = np.ones(len(lens), dtype=bool)
+        for item in groups:
+            alone[list(item.rows)] = False
+        cuts = _cuts(lens - first, np.flatnonzero(alone), shape.heads)
+        tensors = self.tables.long(), self.lens.long(), torch.from_numpy(first)
+        made = [_part(*_together(groups), *tensors, shape)] if groups else []
+        made += [_part(*_each(rows), *tensors, shape) for rows in cuts]
         in_order = not groups and len(cuts) == 1
         return Plan(
             tuple(part for part, _ in made),
             None if in_order else _way_back([(part.queries, real) for part, real in made], len(lens) * shape.groups),
-            (self.lens == 0)[:, None, None] if min(lens) == 0 else None,
+            (self.lens == 0)[:, None, None] if not lens.all() else None,
         )
 
 
-def _groups(shared: tuple[SharedPages, ...], first: list[int], shape: PlanShape) -> list[_Item]:
+def _groups(shared: tuple[SharedPages, ...], first: np.ndarray, shape: PlanShape) -> list[_Item]:
     """The groups that one batch of GEMMs serves. first: the earliest token that each sequence sees."""
     items, repeats = [], shape.heads // shape.groups
     for run in shared:
         if (run.stop - run.start) * repeats < LEAST_QUERIES:
             continue
-        seen = min(first[run.start : run.stop]) // shape.page_size * shape.page_size
+        seen = int(first[run.start : run.stop].min()) // shape.page_size * shape.page_size
         items.append(_Item(tuple(range(run.start, run.stop)), seen, max(seen, run.pages * shape.page_size)))
     sizes = tuple((len(item.rows), item.stop - item.start) for item in items)
     common = _common_size(sizes)
@@ -218,26 +221,55 @@ def _common_size(sizes: tuple[tuple[int, int], ...]) -> tuple[int, int]:
     return max(candidates, key=lambda size: sum(r * t for r, t in sizes if _fits(r, t, *size)), default=(0, 0))
 
 
-def _cuts(alone: list[tuple[int, int]], heads: int) -> list[list[int]]:
-    """Sequences (tokens, b), the shortest first, cut where the padding that is saved pays for another part."""
-    if not alone:
-        return []
-    longest, n = alone[-1][0], len(alone)
-    cut = max(range(n), key=lambda i: i * (longest - alone[i - 1][0]))
-    if cut * (longest - alone[cut - 1][0]) * heads < CUT_PAYS:
-        cut = n // 2 if n * longest * heads > MAX_ENTRIES else 0
-    if cut == 0:
-        return [[b for _, b in alone]]
-    return _cuts(alone[:cut], heads) + _cuts(alone[cut:], heads)
+def _cuts(tokens: np.ndarray, rows: np.ndarray, heads: int) -> list[np.ndarray]:
+    """Sequences `rows`, each ascending, cut where the padding that is saved pays for another part. tokens [B]: what
+    each sequence of the batch sees."""
+    pending, done = [rows[np.argsort(tokens[rows], kind="stable")]] if len(rows) else [], []
+    while pending:
+        part = pending.pop()
+        sizes = tokens[part]
+        longest, n = int(sizes[-1]), len(part)
+        saved = np.arange(n) * (longest - np.concatenate((sizes[:1], sizes[:-1])).astype(np.int64))
+        cut = int(saved.argmax())
+        if saved[cut] * heads < CUT_PAYS:
+            cut = n // 2 if n * longest * heads > MAX_ENTRIES else 0
+        if cut:
+            pending += [part[cut:], part[:cut]]
+        else:
+            done.append(np.sort(part))
+    return done
 
 
-def _part(
-    items: list[_Item], tables_BW: Tensor, lens_B: Tensor, first_B: Tensor, shape: PlanShape
-) -> tuple[Part, Tensor]:
-    """A part, and bool [I*Hk*R]: which of its queries are not padding. Padding repeats the item's first sequence."""
+def _each(rows: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The arguments of `_part` for sequences that share nothing."""
+    none = torch.zeros(len(rows), dtype=torch.int64)
+    return torch.from_numpy(rows)[:, None], none + 1, none, none
+
+
+def _together(items: list[_Item]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The arguments of `_part` for groups: padding repeats the first sequence of each."""
     most = max(len(item.rows) for item in items)
     rows_IR = torch.tensor([item.rows + item.rows[:1] * (most - len(item.rows)) for item in items])
     count_I, start_I, stop_I = torch.tensor([(len(item.rows), item.start, item.stop) for item in items]).t()
+    return rows_IR, count_I, start_I, stop_I
+
+
+def _part(
+    rows_IR: Tensor,
+    count_I: Tensor,
+    start_I: Tensor,
+    stop_I: Tensor,
+    tables_BW: Tensor,
+    lens_B: Tensor,
+    first_B: Tensor,
+    shape: PlanShape,
+) -> tuple[Part, Tensor]:
+    """A part, and bool [I*Hk*R]: which of its queries are not padding.
+
+    rows_IR: the sequences of each item. count_I: how many of them are real. start_I, stop_I: the tokens that they meet
+    together.
+    """
+    items, most = rows_IR.shape
     lens_IR, first_IR = lens_B[rows_IR], first_B[rows_IR]
 
     own_IR = first_IR.maximum(stop_I[:, None])
@@ -249,7 +281,7 @@ def _part(
 
     pattern, columns, offsets = _pattern(own.view(*rows_IR.shape, -1), shape)
     values = pattern.values()
-    sizes = (len(items) * shape.groups, most * (shape.heads // shape.groups), sees.shape[2])
+    sizes = (items * shape.groups, most * (shape.heads // shape.groups), sees.shape[2])
     scores = values.new_empty(sizes) if common.shape[1] else values.view(sizes)
     part = Part(
         layout=shape.layout,

@@ -12,6 +12,7 @@ enter. The model's bits do depend on the shape of the batch, so tokens agree bet
 within rounding of a boundary.
 """
 
+import operator
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -200,6 +201,7 @@ class Engine:
         finally:
             self.scheduler.clear()
             self.pool.forget()
+            self._clean()
             self._job = None
 
     def _until_finished(self, job: Job, on_tokens: OnTokens | None) -> list[tuple[Sequence, Completion]]:
@@ -237,16 +239,19 @@ class Engine:
                 "rollout; end it (close the stream) before the optimiser steps"
             )
         if job.burst is None:
+            start = perf_counter()
             burst = self.scheduler.burst(BURST_STEPS)
             if burst is None:
                 return self._mixed_step(job)
             job.burst = BurstRun(self.runner, burst, job.plan)
+            self.stats.decode_seconds += perf_counter() - start
         return self._burst_step(job, job.burst)
 
     def _mixed_step(self, job: Job) -> list[tuple[Sequence, Completion]]:
         """A step that the scheduler composes anew: prompts, chunks, and decode rows beside them."""
         start, stats = perf_counter(), self.stats
         batch = self.scheduler.schedule()
+        self._clean()
         sequences, host = self.runner.run(batch, job.plan)
         counts = self.scheduler.advance(batch)
         finished = [] if host is None else self._append(sequences, host, job)
@@ -272,8 +277,7 @@ class Engine:
             stats.steps += 1
         while run.pending > (self._ahead if run.can_launch else 0):
             finished += self._collect(job, run)
-        # Whoever waits may enter now.
-        if not run.can_launch or (finished and self.scheduler.waiting):
+        if not run.can_launch or (finished and self.scheduler.interrupts()):
             while run.pending:
                 finished += self._collect(job, run)
             for sequence in run.survivors():
@@ -385,13 +389,12 @@ class Engine:
         for name, values in (("max_new_tokens", max_new_tokens), ("expected_tokens", expected_tokens)):
             if values is not None and len(values) != len(prompts):
                 raise ValueError(f"generate: {len(values)} {name} for {len(prompts)} prompts; need one for each")
-        limits = [sampling.max_new_tokens] * len(prompts) if max_new_tokens is None else list(max_new_tokens)
+        limits = _limits(max_new_tokens, sampling, len(prompts))
         for index, (prompt, limit) in enumerate(zip(prompts, limits)):
-            if limit < max(1, sampling.min_new_tokens):
-                raise ValueError(
-                    f"generate: max_new_tokens[{index}] is {limit}; need at least {max(1, sampling.min_new_tokens)}"
-                )
             self._check_fits(index, prompt, limit)
+        for index, value in enumerate(expected_tokens or ()):
+            if not value >= 0:
+                raise ValueError(f"generate: expected_tokens[{index}]: {value} is no length; need a number >= 0")
         order = list(range(len(prompts)))
         if expected_tokens is not None:
             order.sort(key=lambda index: -expected_tokens[index])
@@ -406,6 +409,12 @@ class Engine:
     def _check_idle(self) -> None:
         if self._job is not None:
             raise RuntimeError("generate: this engine is generating already; wait for that call to end")
+
+    def _clean(self) -> None:
+        """Zero the pages that were given up before anybody looked whether their logits were NaN."""
+        if self.scheduler.left_behind:
+            self.runner.pools.scrub(self.scheduler.left_behind)
+            self.scheduler.left_behind.clear()
 
     def _take_out(self, finished: list[tuple[Sequence, Completion]]) -> None:
         """Free the pages of what ended."""
@@ -422,6 +431,21 @@ class Engine:
             f"(policy_version {job.policy_version}); look at the weights and the last gradient norm"
         )
         return _completion(sequence, job, "error", error=message)
+
+
+def _limits(given: SequenceOf[int] | None, sampling: SamplingParams, prompts: int) -> list[int]:
+    """max_new_tokens of every prompt. Raises ValueError for what is no number of tokens."""
+    if given is None:
+        return [sampling.max_new_tokens] * prompts
+    least, limits = max(1, sampling.min_new_tokens), []
+    for index, value in enumerate(given):
+        try:
+            limits.append(operator.index(value))
+        except TypeError:
+            raise ValueError(f"generate: max_new_tokens[{index}]: {value!r} is no integer") from None
+        if limits[-1] < least:
+            raise ValueError(f"generate: max_new_tokens[{index}]: {value} is too small; need at least {least}")
+    return limits
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 A graph is captured for a number of rows (a bucket) and a width of the page tables, when first needed; all of them share
 one memory pool. It reads its inputs from buffers of its own. Rows are copied in when a burst begins or rows leave it;
-after that a step feeds its tokens back on the device. Padding rows write into the spare page, have length 0, and their
-logits are not looked at. (nano-vllm issue 89: padding that wrote into slot 0 spoilt the first row.)
+after that a step feeds its tokens back on the device. Padding rows write into the spare page, have length 0, and what
+comes out for them is not looked at. (nano-vllm issue 89: padding that wrote into slot 0 spoilt the first row.) A graph
+ends at the hidden states: the head is one product outside of it, so no graph holds a buffer of logits.
 
 Graphs hold addresses: when a parameter, a buffer or the KV pool lies elsewhere than at the capture, all are captured
-anew. A model that cannot be captured (it asks the device for a number) runs without graphs, and `why_not` says so.
+anew. A model that cannot be captured (it waits for the device) runs without graphs, and `why_not` says so.
 """
 
 import warnings
@@ -18,19 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rhotrain.rollout.decode import DecodeInputs, DecodeRows, decode_logits
+from rhotrain.kernels.flash_calls import waiting_raises
+from rhotrain.rollout.decode import DecodeInputs, DecodeRows, decode_hidden
 from rhotrain.rollout.pools import Pools
 
 Step = Callable[[], Tensor]
 Capture = Callable[[Step], tuple[Callable[[], Any], Tensor]]
 
-SMALL_BUCKETS = (1, 2, 4, 8)
-BUCKET_STEP = 16
+BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64)
+BUCKET_STEP = 32
+"""Beyond the last bucket. Each capture costs some tenths of a second, and a padding row about its share of the KV
+reads."""
 
 
 def bucket_for(rows: int) -> int:
-    """The smallest of 1, 2, 4, 8, 16, 32, 48, ... that holds `rows`."""
-    small = next((b for b in SMALL_BUCKETS if b >= rows), None)
+    """The smallest of 1, 2, 4, 8, 16, 32, 48, 64, 96, 128, ... that holds `rows`."""
+    small = next((b for b in BUCKETS if b >= rows), None)
     return small or -(-rows // BUCKET_STEP) * BUCKET_STEP
 
 
@@ -40,23 +44,37 @@ def width_for(pages: int) -> int:
 
 
 class CudaCapture:
-    """Captures steps into graphs that share one memory pool. The warm-up compiles kernels and sets up libraries."""
+    """Captures steps into graphs that share one memory pool, on a stream of its own.
+
+    Warmed up on that stream: kernels are compiled, and the libraries' workspaces lie outside of the graphs' pool. A
+    step that waits for the device is refused in the warm-up, for a capture that fails leaves PyTorch's allocator in
+    disorder.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+        self.pool: Any = None
+
+    def reset(self) -> None:
+        """All graphs are gone: the next one starts a new pool, for one without graphs cannot be captured into."""
+        self.pool = None
 
     def __call__(self, step: Step) -> tuple[Callable[[], Any], Tensor]:
         with torch.cuda.device(self.device):
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(2):
-                    step()
-            torch.cuda.current_stream().wait_stream(side)
+            if self.pool is None:
+                self.pool = torch.cuda.graph_pool_handle()
+            self.stream.wait_stream(torch.cuda.current_stream())
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                out = step()
+            # The outer context puts the current stream back even when ending a capture fails.
+            with torch.cuda.stream(self.stream):
+                step()
+                with waiting_raises(self.device):
+                    step()
+                # Other threads, rewards say, may use the device meanwhile.
+                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                    out = step()
+            torch.cuda.current_stream().wait_stream(self.stream)
         return graph.replay, out
 
 
@@ -64,11 +82,11 @@ class CudaCapture:
 class _Graph:
     inputs: DecodeInputs
     replay: Callable[[], Any]
-    logits: Tensor
+    hidden: Tensor
 
 
 class DecodeGraphs:
-    """Graphs of `decode_logits` over `pools`.
+    """Graphs of `decode_hidden` over `pools`.
 
     capture: turns a step into (replay, its output buffer). captures: how many there were; seconds: the time they took.
     why_not: why no graph is used, None while they are.
@@ -81,13 +99,15 @@ class DecodeGraphs:
         self.seconds = 0.0
         self.why_not: str | None = None
         self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._too_large: set[tuple[int, int]] = set()
         self._addresses: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def check_addresses(self) -> None:
-        """Drop every graph when something that it reads has moved. Called before a burst."""
+        """Drop every graph when something that it reads has moved. Called once per call of the engine, during which
+        the weights stay where they are."""
         model = self.pools.loaded.model
         tensors = (*model.parameters(), *model.buffers(), *self.pools.keys, *self.pools.values)
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
@@ -98,19 +118,24 @@ class DecodeGraphs:
     def drop(self) -> None:
         """Free the graphs; they are captured anew when needed."""
         self._graphs.clear()
+        self._too_large.clear()
+        reset = getattr(self.capture, "reset", None)
+        if reset is not None:
+            reset()
 
     def logits(self, rows: DecodeRows) -> Tensor:
-        """Logits [B,V] of the rows' newest tokens; valid until the next call."""
-        if self.why_not is None:
-            graph = self._graph_for(rows)
-            if graph is not None:
-                graph.replay()
-                return graph.logits[: len(rows)]
-        return decode_logits(self.pools, rows.inputs)[: len(rows)]
+        """Logits [B,V] of the rows' newest tokens."""
+        graph = self._graph_for(rows) if self.why_not is None else None
+        if graph is None:
+            return self.pools.logits(decode_hidden(self.pools, rows.inputs)[: len(rows)])
+        graph.replay()
+        return self.pools.logits(graph.hidden[: len(rows)])
 
     def _graph_for(self, rows: DecodeRows) -> _Graph | None:
         """The graph whose buffers hold the rows; they are moved there if they lie elsewhere."""
         key = (bucket_for(len(rows)), width_for(rows.inputs.tables.shape[1]))
+        if key in self._too_large:
+            return None
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._capture(key, rows)
@@ -135,15 +160,24 @@ class DecodeGraphs:
         )
         self._fill(inputs, rows)
         try:
-            replay, logits = self.capture(lambda: decode_logits(self.pools, inputs))
+            replay, hidden = self.capture(lambda: decode_hidden(self.pools, inputs))
+        except torch.OutOfMemoryError:
+            self._too_large.add(key)
+            warnings.warn(
+                f"no memory for a CUDA graph of {bucket} rows, they run without; lower kv_memory_gib or max_running",
+                stacklevel=2,
+            )
+            return None
         except RuntimeError as error:
+            if _is_fault_of_the_device(error):
+                raise
             self.why_not = f"{self.pools.loaded.architecture} cannot be captured in a CUDA graph: {error}"
             self.drop()
             warnings.warn(f"{self.why_not}; decoding goes on without graphs, slower", stacklevel=2)
             return None
         self.captures += 1
         self.seconds += perf_counter() - start
-        return _Graph(inputs, replay, logits)
+        return _Graph(inputs, replay, hidden)
 
     def _fill(self, inputs: DecodeInputs, rows: DecodeRows) -> None:
         """Copy the rows in; what is left of the buffers becomes padding."""
@@ -157,3 +191,9 @@ class DecodeGraphs:
         ):
             buffer[:count].copy_(new[:count])
             buffer[count:].zero_()
+
+
+def _is_fault_of_the_device(error: RuntimeError) -> bool:
+    """True for errors of CUDA that have nothing to do with capturing, a device-side assert say."""
+    kind = getattr(torch, "AcceleratorError", None)
+    return kind is not None and isinstance(error, kind) and "captur" not in str(error)

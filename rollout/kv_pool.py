@@ -133,6 +133,10 @@ class KVPool:
         if key not in self._page:
             self._page[key], self._key[page] = page, key
 
+    def is_named(self, page: int) -> bool:
+        """True while a page can be found by its key."""
+        return page in self._key
+
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The pages of the longest known prefix of `keys`, held or not; `share` them before anything is taken."""
         pages = []

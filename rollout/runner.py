@@ -5,12 +5,13 @@ burst runs what lies on the device already (`decode.py`). The head runs once, on
 drawn, and a group's first tokens all come from one row of it.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rhotrain.kernels.paged_attention import PagedBatch
 from rhotrain.kernels.paged_plan import SharedPages
@@ -41,8 +42,10 @@ class Runner:
         return self.loaded.device.type == "cpu"
 
     def allocate(self) -> None:
-        """Make sure that the pool's tensors are there."""
+        """Make sure that the pool's tensors are there, and that no graph reads an address that has moved."""
         self.pools.allocate()
+        if self.graphs is not None:
+            self.graphs.check_addresses()
 
     def release(self) -> None:
         """Free the pool's tensors, the graphs that hold their addresses, and derived layouts of the weights."""
@@ -51,10 +54,26 @@ class Runner:
         self.pools.release()
         packed_weights(self.loaded).release()
 
-    def weights(self) -> AbstractContextManager[None]:
-        """Context manager of a few steps: on a CPU the weights are used in their fastest layout. Autograd must be
-        off."""
-        return packed_weights(self.loaded).using()
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """The model as it runs a few steps: on a CPU with the weights in their fastest layout, and nowhere with
+        checkpointed layers (transformers 5.17 asks for the random state there, which no graph can hold). Autograd must
+        be off."""
+        layers = self._checkpointed()
+        for layer in layers:
+            layer.gradient_checkpointing = False  # type: ignore[assignment]
+        try:
+            with packed_weights(self.loaded).using():
+                yield
+        finally:
+            for layer in layers:
+                layer.gradient_checkpointing = True  # type: ignore[assignment]
+
+    def _checkpointed(self) -> list[nn.Module]:
+        """Modules whose gradient checkpointing is on."""
+        if not self.loaded.gradient_checkpointing:
+            return []
+        return [m for m in self.loaded.model.modules() if getattr(m, "gradient_checkpointing", False) is True]
 
     @property
     def pack_seconds(self) -> float:
@@ -92,8 +111,6 @@ class Runner:
     def begin(self, burst: Burst) -> DecodeRows:
         """Bring the rows of a burst to the device."""
         self.pools.copy_pages(burst.copies)
-        if self.graphs is not None:
-            self.graphs.check_addresses()
         return DecodeRows.of(burst.sequences, self.pools.page_size, self.loaded.device, self.shares)
 
     @torch.no_grad()

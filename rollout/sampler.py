@@ -3,7 +3,7 @@
 Sampler and trainer share the function: log_softmax(logits / temperature) over the real vocabulary, float32.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -27,6 +27,7 @@ class SamplingPlan:
     stop_ids: frozenset[int]
     vocab_size: int
     device: torch.device
+    _banned: dict[bytes, KeptSet] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def records_sets(self) -> bool:
@@ -62,9 +63,16 @@ class SamplingPlan:
         """The stop ids for every row that `short` (bool [B]) marks, nothing for the others; None when it marks none."""
         if not short.any():
             return None
+        key = short.tobytes()
+        if key not in self._banned:
+            self._banned.clear()  # the rows that are short stay the same for many steps
+            self._banned[key] = self._banned_sets(short)
+        return self._banned[key]
+
+    def _banned_sets(self, short: np.ndarray) -> KeptSet:
         offsets = np.concatenate(([0], np.cumsum(short * len(self.stop_array))))
         ids = np.tile(self.stop_array, int(short.sum())).astype(np.int32)
-        return KeptSet(torch.from_numpy(offsets).to(self.device), torch.from_numpy(ids).to(self.device))
+        return KeptSet(*(torch.from_numpy(a).to(self.device, non_blocking=True) for a in (offsets, ids)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,8 @@ class Draw:
             self._values = torch.empty(values_4B.shape, dtype=values_4B.dtype, pin_memory=True)
             self._values.copy_(values_4B, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            # Of the tensors' device, which need not be the current one.
+            self._event.record(torch.cuda.current_stream(values_4B.device))
         else:
             self._values = values_4B
 

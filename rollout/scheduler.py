@@ -26,6 +26,10 @@ from dataclasses import dataclass, field
 
 from rhotrain.rollout.kv_pool import KVPool, prefix_keys
 
+WORTH_FILLING = 1 / 16
+"""Share of the places and of the pages that must be free before a burst ends for those that wait. With 256 places and
+1024 completions of about 70 tokens this makes 39-48 eager steps of about 430; one for each that ends would be 210."""
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -149,7 +153,8 @@ class Scheduler:
     """pool: the pages. max_batch_tokens: most tokens of one step. max_running: most sequences that hold pages.
 
     A group that is larger than max_running runs alone: its prompt is run once, then the members take turns.
-    found: prompt tokens that were not run, for their pages were there.
+    found: prompt tokens that were not run, for their pages were there. left_behind: pages that were given up unread, in
+    a preemption or at an early end; NaN may lie in them, so whoever owns the tensors cleans them.
     """
 
     pool: KVPool
@@ -157,7 +162,7 @@ class Scheduler:
     max_running: int
     preemptions: int = 0
     found: int = 0
-    blocked: bool = False
+    left_behind: list[int] = field(default_factory=list)
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
 
@@ -170,7 +175,6 @@ class Scheduler:
         """Queue a group. Groups must come in order of their rank."""
         group.keys = prefix_keys(group.members[0].tokens, self.pool.page_size)
         self.waiting.append(group.members[0])
-        self.blocked = False
 
     def schedule(self) -> Batch:
         """The next step: running sequences by age, then, when nothing had to be preempted, waiting ones."""
@@ -180,10 +184,7 @@ class Scheduler:
         before = self.preemptions
         self._continue_running(batch)
         if self.preemptions == before:
-            continued = len(batch.rows)
             self._admit_waiting(batch)
-            # Until a sequence ends, pages and places only get scarcer: nobody needs to ask again before.
-            self.blocked = bool(self.waiting) and len(batch.rows) == continued
         # Decode rows first: the attention kernels take them as one contiguous batch.
         batch.rows.sort(key=lambda row: row[1] > 1)
         return batch
@@ -204,7 +205,7 @@ class Scheduler:
     def burst(self, most: int) -> Burst | None:
         """Up to `most` decode steps that need no decision, with their pages reserved; None when one is needed now."""
         rows = self.running
-        if not rows or (self.waiting and not self.blocked) or len(rows) > min(self.max_batch_tokens, self.max_running):
+        if not rows or len(rows) > min(self.max_batch_tokens, self.max_running) or self.can_admit():
             return None
         if any(not s.group.forked or len(s.tokens) - s.cached != 1 for s in rows):
             return None
@@ -216,6 +217,21 @@ class Scheduler:
         copies = [self.pool.extend(s.pages, s.cached, min(s.cached + steps, s.group.limit)) for s in rows]
         return Burst(list(rows), steps, [copy for copy in copies if copy is not None])
 
+    def can_admit(self) -> bool:
+        """True when the oldest that waits could enter now."""
+        return bool(self.waiting) and self._prefix_of(self.waiting[0], self._places(), self._reserve()) is not None
+
+    def interrupts(self) -> bool:
+        """True when a burst should end, so that those that wait can enter: enough is free for several, or all enter.
+
+        A step that admits runs eagerly and reads its results at once, so places are filled in batches.
+        """
+        if not self.waiting:
+            return False
+        places = self.max_running - self._places()
+        free = min(places / self.max_running, self.pool.free / self.pool.num_pages)
+        return (free >= WORTH_FILLING or places >= sum(s.width for s in self.waiting)) and self.can_admit()
+
     def settle(self, sequence: Sequence, tokens: list[int]) -> None:
         """Note what a running sequence drew in a burst: all of it is cached but the last token."""
         sequence.tokens += tokens
@@ -225,16 +241,14 @@ class Scheduler:
     def finish(self, sequence: Sequence, *, spoilt: bool = False) -> list[int]:
         """Take a finished sequence out. Returns the pages that became free. spoilt: nobody may find them again."""
         self.running.remove(sequence)
-        self.blocked = False
         return self.pool.release(sequence.pages, spoilt=spoilt)
 
     def clear(self) -> None:
         """Drop everything that waits or runs and free its pages."""
         for sequence in self.running:
-            self.pool.release(sequence.pages)
+            self.left_behind += self.pool.release(sequence.pages, spoilt=True)
         self.running.clear()
         self.waiting.clear()
-        self.blocked = False
 
     def _continue_running(self, batch: Batch) -> None:
         index = 0
@@ -277,7 +291,7 @@ class Scheduler:
     def _park(self, sequence: Sequence) -> None:
         """Back to waiting: pages are given up, everything drawn is kept."""
         self.running.remove(sequence)
-        self.pool.release(sequence.pages)
+        self.left_behind += [page for page in self.pool.release(sequence.pages) if not self.pool.is_named(page)]
         sequence.cached = 0
         insort(self.waiting, sequence, key=lambda s: s.age)
 
@@ -290,20 +304,14 @@ class Scheduler:
         """
         if not self.waiting:
             return
-        rows = sum(sequence.width for sequence in self.running)
-        reserve = sum(self._next_pages(sequence, len(sequence.pages)) for sequence in self.running)
+        rows, reserve = self._places(), self._reserve()
         while self.waiting and batch.tokens < self.max_batch_tokens:
             sequence = self.waiting[0]
+            prefix = self._prefix_of(sequence, rows, reserve)
+            if prefix is None:
+                return
             total, width = len(sequence.tokens), sequence.width
-            # At least one token is run, so that there are logits to draw from.
-            prefix = self.pool.find(sequence.group.keys[: (total - 1) // self.pool.page_size])
-            pages = self.pool.pages_for(total)
-            ahead = self._next_pages(sequence, pages)
-            if rows and rows + width > self.max_running:
-                return
-            taken = pages - len(prefix) + self.pool.resting(prefix)
-            if taken + (reserve + ahead if rows else 0) > self.pool.free:
-                return
+            ahead = self._next_pages(sequence, self.pool.pages_for(total))
             self.waiting.pop(0)
             sequence.pages = self.pool.share(prefix)
             sequence.cached = len(prefix) * self.pool.page_size
@@ -313,6 +321,26 @@ class Scheduler:
             insort(self.running, sequence, key=lambda s: s.age)
             self._add(batch, sequence, copy)
             rows, reserve = rows + width, reserve + ahead
+
+    def _places(self) -> int:
+        """Places of max_running that are taken, or will be when the running prompts fork."""
+        return sum(sequence.width for sequence in self.running)
+
+    def _reserve(self) -> int:
+        """Pages that the running sequences will take next."""
+        return sum(self._next_pages(sequence, len(sequence.pages)) for sequence in self.running)
+
+    def _prefix_of(self, sequence: Sequence, rows: int, reserve: int) -> list[int] | None:
+        """The pages that a waiting sequence finds when it enters now; None when it cannot, for places or pages."""
+        total = len(sequence.tokens)
+        # At least one token is run, so that there are logits to draw from.
+        prefix = self.pool.find(sequence.group.keys[: (total - 1) // self.pool.page_size])
+        pages = self.pool.pages_for(total)
+        if rows and rows + sequence.width > self.max_running:
+            return None
+        taken = pages - len(prefix) + self.pool.resting(prefix)
+        ahead = reserve + self._next_pages(sequence, pages) if rows else 0
+        return None if taken + ahead > self.pool.free else prefix
 
     def _next_pages(self, sequence: Sequence, held: int) -> int:
         """Pages that a sequence holding `held` takes when it next grows, at most one for each member of its group."""

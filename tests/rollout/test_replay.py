@@ -5,6 +5,7 @@ import torch
 from helpers_model import FAMILIES, tiny_hf_model, tiny_model
 from helpers_rollout import make_prompts, one_thread  # noqa: F401
 
+from rhotrain.model.packed import packed_weights
 from rhotrain.rollout import replay
 from rhotrain.rollout.completion import SamplingParams
 from rhotrain.rollout.engine import Engine
@@ -60,7 +61,7 @@ def test_takes_the_decode_path(monkeypatch: pytest.MonkeyPatch) -> None:
             steps.append((type(loaded.attention.context).__name__, len(ids)))
         return hidden(self, ids, positions)  # type: ignore[arg-type]
 
-    assert loaded.kv_shapes
+    assert loaded.kv_shapes and packed_weights(loaded).why_not  # both run small forwards of their own
     monkeypatch.setattr(type(loaded), "hidden", spy)
     decode_logprobs(loaded, SEQUENCES, temperature=1.0)
     running = [sum(len(ids) > step for _, ids in SEQUENCES) for step in range(1, 12)]
