@@ -28,16 +28,18 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Results of one step: the sequences that drew a token (in error too), their new token, and who ended.
+    """Results of one step.
 
-    tokens: one id per sequence. ended: those that drew a stop id, ran into an error or used up their tokens.
-    errors: those of `ended` whose logits were NaN or infinite; they drew nothing.
+    drawn: how many tokens were drawn. ended: the sequences that drew a stop id, ran into an error or used up their
+    tokens. errors: those of `ended` whose logits were NaN or infinite; they drew nothing.
+    columns, ids: int64, who ran and what they drew, for `BurstRun.tokens`.
     """
 
-    sequences: list[Sequence]
-    tokens: list[int]
+    drawn: int
     ended: list[Sequence]
     errors: set[Sequence]
+    columns: np.ndarray
+    ids: np.ndarray
 
 
 class BurstRun:
@@ -101,13 +103,17 @@ class BurstRun:
         self._collected += 1
         ended = error | np.isin(ids, self.plan.stop_array) | (self._used_up(columns))
         self._alive[columns[ended]] = False
-        sequences = [self.sequences[c] for c in columns.tolist()]
         return Step(
-            sequences,
-            ids.tolist(),
+            int((~error).sum()),
             [self.sequences[c] for c in columns[ended].tolist()],
             {self.sequences[c] for c in columns[error].tolist()},
+            columns[~error],
+            ids[~error],
         )
+
+    def tokens(self, step: Step) -> list[tuple[Sequence, int]]:
+        """The sequences that drew a token in a step, and the token. For stop strings: this does grow with the rows."""
+        return [(self.sequences[c], token) for c, token in zip(step.columns.tolist(), step.ids.tolist())]
 
     def end(self, sequence: Sequence) -> None:
         """A sequence has ended for a reason of its own (a stop string)."""

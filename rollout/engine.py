@@ -12,7 +12,6 @@ enter. The model's bits do depend on the shape of the batch, so tokens agree bet
 within rounding of a boundary.
 """
 
-import operator
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -23,11 +22,13 @@ from typing import Any
 import torch
 
 from rhotrain.model.loaded import LoadedModel
-from rhotrain.rollout.burst import BurstRun, Drawn
-from rhotrain.rollout.completion import Completion, FinishReason, SamplingParams
+from rhotrain.rollout.burst import BurstRun
+from rhotrain.rollout.completion import Completion, SamplingParams
+from rhotrain.rollout.endings import ended, extend, failed
+from rhotrain.rollout.job import Job, prepare
 from rhotrain.rollout.kv_pool import KVPool
 from rhotrain.rollout.runner import Runner
-from rhotrain.rollout.sampler import HostDraw, SamplingPlan
+from rhotrain.rollout.sampler import HostDraw
 from rhotrain.rollout.scheduler import Group, Scheduler, Sequence
 from rhotrain.rollout.sizing import pages_in
 from rhotrain.rollout.stops import StopStrings
@@ -71,19 +72,6 @@ class Finished:
     prompt: int
     member: int
     completion: Completion
-
-
-@dataclass(slots=True)
-class Job:
-    """One `generate` call under way. width: completions drawn per prompt; a greedy group is drawn once and copied."""
-
-    plan: SamplingPlan
-    policy_version: int
-    stop_strings: dict[Sequence, StopStrings]
-    n: int
-    width: int
-    first_sample: int
-    burst: BurstRun | None = None
 
 
 class Engine:
@@ -175,7 +163,10 @@ class Engine:
     ) -> Generator[Finished, None, None]:
         """As `generate`, but yields each completion as it ends. Steps run while the caller waits for the next one
         (`rollout/stream.py` runs them in a thread of their own); closing the iterator gives the pages back."""
-        job, groups = self._prepare(prompts, sampling, n, first_sample, max_new_tokens, expected_tokens)
+        self._check_idle()
+        job, groups = prepare(
+            self.loaded, self.pool, prompts, sampling, n, first_sample, max_new_tokens, expected_tokens
+        )
         return self._run(job, groups, on_tokens)
 
     def _run(self, job: Job, groups: list[Group], on_tokens: OnTokens | None) -> Generator[Finished, None, None]:
@@ -281,7 +272,7 @@ class Engine:
             while run.pending:
                 finished += self._collect(job, run)
             for sequence in run.survivors():
-                _extend(sequence, run.drawn(sequence), self.scheduler)
+                extend(sequence, run.drawn(sequence), self.scheduler)
             job.burst = None
         capturing = self.runner.capture_seconds - captured
         stats.peak_pages = self.pool.peak
@@ -292,20 +283,19 @@ class Engine:
     def _collect(self, job: Job, run: BurstRun) -> list[tuple[Sequence, Completion]]:
         """Read one step of a burst: the completions that ended in it."""
         step = run.collect()
-        self.stats.decode_tokens += len(step.sequences) - len(step.errors)
+        self.stats.decode_tokens += step.drawn
         found: dict[Sequence, str] = {}
         if job.stop_strings:
-            for sequence, token in zip(step.sequences, step.tokens):
-                if sequence not in step.errors and token not in job.plan.stop_ids:
+            for sequence, token in run.tokens(step):
+                if token not in job.plan.stop_ids:
                     stop = job.stop_strings[sequence].add(token)
                     if stop is not None and run.drawn_count(sequence) > job.plan.params.min_new_tokens:
                         found[sequence] = stop
                         run.end(sequence)
         finished = []
         for sequence in dict.fromkeys((*step.ended, *found)):
-            _extend(sequence, run.drawn(sequence), self.scheduler)
-            failed = sequence in step.errors
-            completion = self._failed(sequence, job) if failed else _ended(sequence, job, found.get(sequence))
+            extend(sequence, run.drawn(sequence), self.scheduler)
+            completion = failed(sequence, job) if sequence in step.errors else ended(sequence, job, found.get(sequence))
             assert completion is not None
             finished.append((sequence, completion))
         self._take_out(finished)
@@ -317,7 +307,7 @@ class Engine:
         columns = (host.token_ids.tolist(), host.logprobs.tolist(), host.kept_mass.tolist(), host.error.tolist())
         for index, (sequence, token, logprob, mass, error) in enumerate(zip(sequences, *columns)):
             if error:
-                finished.append((sequence, self._failed(sequence, job)))
+                finished.append((sequence, failed(sequence, job)))
                 continue
             self.stats.decode_tokens += 1
             below_minimum = sequence.drawn < job.plan.params.min_new_tokens
@@ -329,82 +319,11 @@ class Engine:
             stop = None
             if job.stop_strings and token not in job.plan.stop_ids:
                 stop = job.stop_strings[sequence].add(token)
-            completion = _ended(sequence, job, None if below_minimum else stop)
+            completion = ended(sequence, job, None if below_minimum else stop)
             if completion is not None:
                 finished.append((sequence, completion))
         self._take_out(finished)
         return finished
-
-    def _plan(self, sampling: SamplingParams) -> SamplingPlan:
-        """The sampler's plan. Raises ValueError for stop ids outside the vocabulary."""
-        vocab = self.loaded.vocab_size
-        outside = [i for i in sampling.stop_token_ids if i >= vocab]
-        if outside:
-            raise ValueError(
-                f"SamplingParams.stop_token_ids: {outside} are outside the vocabulary of {vocab} ids; remove them"
-            )
-        own = () if sampling.ignore_eos else self.loaded.stop_token_ids
-        stops = frozenset(own) | frozenset(sampling.stop_token_ids)
-        if sampling.min_new_tokens and len(stops) >= vocab:
-            raise ValueError(
-                f"SamplingParams.min_new_tokens: {sampling.min_new_tokens}, but all {vocab} ids are stop ids; "
-                "set it to 0"
-            )
-        return SamplingPlan(sampling, stops, vocab, self.loaded.device)
-
-    def _check_fits(self, index: int, prompt: SequenceOf[int], max_new_tokens: int) -> None:
-        """Refuse a prompt that can never run. Raises ValueError with the numbers."""
-        rows = self.loaded.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        if len(prompt) == 0:
-            raise ValueError(f"prompt {index}: it has no tokens; a prompt needs at least one (for example BOS)")
-        if min(prompt) < 0 or max(prompt) >= rows:
-            raise ValueError(
-                f"prompt {index}: ids range from {min(prompt)} to {max(prompt)}; need ids from 0 to {rows - 1}"
-            )
-        total = len(prompt) + max_new_tokens
-        named = f"prompt {index}: {len(prompt)} tokens + max_new_tokens {max_new_tokens} = {total}"
-        limit = self.loaded.max_positions
-        if limit is not None and total > limit:
-            raise ValueError(f"{named}, but the model has {limit} positions; shorten one of them")
-        pages = self.pool.pages_for(total - 1)
-        if pages > self.pool.num_pages:
-            raise ValueError(
-                f"{named} takes {pages} pages of {self.pool.page_size} tokens, but the KV pool has "
-                f"{self.pool.num_pages}; raise kv_memory_bytes or num_pages, or shorten one of them"
-            )
-
-    def _prepare(
-        self,
-        prompts: SequenceOf[SequenceOf[int]],
-        sampling: SamplingParams,
-        n: int,
-        first_sample: int,
-        max_new_tokens: SequenceOf[int] | None,
-        expected_tokens: SequenceOf[float] | None,
-    ) -> tuple[Job, list[Group]]:
-        """The job and its groups in the order in which they start. Raises ValueError for what cannot work."""
-        if n < 1:
-            raise ValueError(f"generate: n={n}; need at least 1 completion per prompt")
-        self._check_idle()
-        for name, values in (("max_new_tokens", max_new_tokens), ("expected_tokens", expected_tokens)):
-            if values is not None and len(values) != len(prompts):
-                raise ValueError(f"generate: {len(values)} {name} for {len(prompts)} prompts; need one for each")
-        limits = _limits(max_new_tokens, sampling, len(prompts))
-        for index, (prompt, limit) in enumerate(zip(prompts, limits)):
-            self._check_fits(index, prompt, limit)
-        for index, value in enumerate(expected_tokens or ()):
-            if not value >= 0:
-                raise ValueError(f"generate: expected_tokens[{index}]: {value} is no length; need a number >= 0")
-        order = list(range(len(prompts)))
-        if expected_tokens is not None:
-            order.sort(key=lambda index: -expected_tokens[index])
-        width = 1 if sampling.temperature == 0.0 else n
-        groups = []
-        for rank, index in enumerate(order):
-            first = first_sample + index * n
-            samples = list(range(first, first + width))
-            groups.append(Group.make(index, list(prompts[index]), samples, limits[index], rank=rank))
-        return Job(self._plan(sampling), self.loaded.policy_version, {}, n, width, first_sample), groups
 
     def _check_idle(self) -> None:
         if self._job is not None:
@@ -424,29 +343,6 @@ class Engine:
             if spoilt:
                 self.runner.pools.scrub(freed)
 
-    def _failed(self, sequence: Sequence, job: Job) -> Completion:
-        """The completion of a sequence whose next logits were NaN or infinite."""
-        message = (
-            f"the logits of token {sequence.drawn} of sample {sequence.sample} are NaN or infinite "
-            f"(policy_version {job.policy_version}); look at the weights and the last gradient norm"
-        )
-        return _completion(sequence, job, "error", error=message)
-
-
-def _limits(given: SequenceOf[int] | None, sampling: SamplingParams, prompts: int) -> list[int]:
-    """max_new_tokens of every prompt. Raises ValueError for what is no number of tokens."""
-    if given is None:
-        return [sampling.max_new_tokens] * prompts
-    least, limits = max(1, sampling.min_new_tokens), []
-    for index, value in enumerate(given):
-        try:
-            limits.append(operator.index(value))
-        except TypeError:
-            raise ValueError(f"generate: max_new_tokens[{index}]: {value!r} is no integer") from None
-        if limits[-1] < least:
-            raise ValueError(f"generate: max_new_tokens[{index}]: {value} is too small; need at least {least}")
-    return limits
-
 
 @contextmanager
 def _threads(number: int | None) -> Iterator[None]:
@@ -459,41 +355,3 @@ def _threads(number: int | None) -> Iterator[None]:
     finally:
         if torch.get_num_threads() != before:
             torch.set_num_threads(before)
-
-
-def _extend(sequence: Sequence, drawn: Drawn, scheduler: Scheduler) -> None:
-    """Append what a sequence drew in a burst."""
-    scheduler.settle(sequence, drawn.token_ids)
-    sequence.logprobs += drawn.logprobs
-    sequence.kept_mass += drawn.kept_mass
-    if drawn.kept_ids is not None:
-        sequence.kept_ids += drawn.kept_ids
-
-
-def _ended(sequence: Sequence, job: Job, stop_string: str | None) -> Completion | None:
-    """The completion that the newest token ends: by a stop id, a stop string or its number; None when it goes on."""
-    if sequence.tokens[-1] in job.plan.stop_ids:
-        return _completion(sequence, job, "stop", stop_reason=sequence.tokens[-1])
-    if stop_string is not None:
-        return _completion(sequence, job, "stop", stop_reason=stop_string)
-    return _completion(sequence, job, "length") if sequence.left == 0 else None
-
-
-def _completion(
-    sequence: Sequence,
-    job: Job,
-    reason: FinishReason,
-    stop_reason: int | str | None = None,
-    error: str | None = None,
-) -> Completion:
-    return Completion(
-        token_ids=tuple(sequence.tokens[sequence.group.prompt_len :]),
-        logprobs=tuple(sequence.logprobs),
-        kept_mass=tuple(sequence.kept_mass),
-        finish_reason=reason,
-        policy_version=job.policy_version,
-        sample=sequence.sample,
-        stop_reason=stop_reason,
-        kept_ids=tuple(sequence.kept_ids) if job.plan.records_sets else None,
-        error=error,
-    )
