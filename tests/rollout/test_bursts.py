@@ -1,5 +1,6 @@
 """Decode steps without a look at the sequences in between: the same completions as with one after every step."""
 
+import random
 import sys
 from collections import Counter
 from typing import Any
@@ -222,3 +223,31 @@ def test_padding_ids_are_never_fed_back() -> None:
     assert max(seen) < loaded.vocab_size < VOCAB
     drawn = Counter(t for c in group for t in c.token_ids[:-1])
     assert Counter(seen) == drawn + Counter(prompt)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_the_scheduler_composes_admits_somebody(
+    n: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four times as many completions as places: places are filled in batches, and nobody asks in vain. (A step outside of
+    a burst runs without a graph on a GPU; one for every completion that ends would halve the speed.)"""
+    loaded = tiny_model("llama")
+    engine = Engine(loaded, num_pages=400, page_size=8, max_running=32, overlap=overlap)
+    mixed: list[bool] = []
+    schedule = Scheduler.schedule
+
+    def spy(self: Scheduler) -> Any:
+        batch = schedule(self)
+        mixed.append(any(sequence.drawn == 0 for sequence, _ in batch.rows))
+        return batch
+
+    monkeypatch.setattr(Scheduler, "schedule", spy)
+    rng = random.Random(3)
+    prompts = [[5 + i % 60, 6, 7 + i // 60] for i in range(128 // n)]
+    limits = [rng.randint(2, 40) for _ in prompts]
+    groups = engine.generate(prompts, SamplingParams(ignore_eos=True), n=n, max_new_tokens=limits)
+    assert [len(c.token_ids) for group in groups for c in group] == [limit for limit in limits for _ in range(n)]
+    # The last row of a call decodes alone in a composed step only where its group waited for the others.
+    in_vain = len(mixed) - sum(mixed)
+    assert in_vain <= 2 and len(mixed) < engine.stats.steps / 2, (in_vain, len(mixed), engine.stats.steps)
