@@ -89,9 +89,9 @@ codegen: $(READY) ## compile every kernel variant for sm_80, sm_90 and sm_100, w
 bench: $(BENCH_READY) ## the benchmarks, against the peers
 	$(VENV)/bin/python $(PYTEST) $(if $(findstring benchmarks/,$(ARGS)),,benchmarks) --benchmark-only --timeout 3600 $(ARGS)
 
-bench-gpu: $(BENCH_READY) ## the kernels on an NVIDIA GPU, against the peers; writes benchmarks/results/kernels-<gpu>.json
-	RHOTRAIN_TEST_GPU=1 $(VENV)/bin/python $(PYTEST) benchmarks/test_kernels.py --benchmark-only --benchmark-quiet \
-	  --bench-json auto --timeout 3600 $(ARGS)
+bench-gpu: $(BENCH_READY) ## kernels and rollout on an NVIDIA GPU, against the peers; writes benchmarks/results/*-<gpu>.json
+	RHOTRAIN_TEST_GPU=1 $(VENV)/bin/python $(PYTEST) benchmarks/test_kernels.py benchmarks/test_paged.py \
+	  benchmarks/test_rollout.py --benchmark-only --benchmark-quiet --bench-json auto --timeout 3600 $(ARGS)
 
 $(BENCH_READY): $(READY)
 	$(VENV)/bin/python $(INSTALL) constraints.txt -e '.[bench]'

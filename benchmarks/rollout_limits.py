@@ -146,6 +146,24 @@ class StepClock:
         return median_gap_ms([self.ticks])
 
 
+class DecodeClock:
+    """Median time of the steps that ran no prompt."""
+
+    def __init__(self) -> None:
+        self.runs: list[list[float]] = [[]]
+        self.prefilled = 0
+
+    def tick(self, prefilled: int) -> None:
+        """A step has ended, and so many prompt tokens were run so far: if it ran some, it begins a new stretch."""
+        if prefilled != self.prefilled:
+            self.runs.append([])
+            self.prefilled = prefilled
+        self.runs[-1].append(time.perf_counter())
+
+    def median_ms(self) -> float | None:
+        return median_gap_ms(self.runs)
+
+
 def median_gap_ms(timestamps: list[list[float]]) -> float | None:
     """Median milliseconds between neighbours in each list of seconds; None where there are none."""
     gaps = [b - a for ticks in timestamps for a, b in pairwise(ticks)]

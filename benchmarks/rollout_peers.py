@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from kernel_peers import Unavailable
 from rollout_cases import Batch, Models
-from rollout_limits import StepClock, median_gap_ms, watched
+from rollout_limits import DecodeClock, StepClock, median_gap_ms, watched
 
 from rhotrain.kernels.backend import resolve_backend
 from rhotrain.rollout.completion import SamplingParams
@@ -101,17 +101,10 @@ def open_ours(models: Models, largest: Batch) -> Iterator[RunBatch]:
 
     def run(batch: Batch) -> Run:
         models.loaded.policy_version += 1
-        clock, decode_ticks = StepClock(), list[float]()
-        seen = 0
+        clock = DecodeClock()
 
         def on_tokens(count: int) -> None:
-            nonlocal seen
-            clock.tick()
-            before, seen = seen, engine.stats.prefill_tokens
-            if seen == before:
-                decode_ticks.append(clock.ticks[-1])
-            else:
-                decode_ticks[:] = clock.ticks[-1:]
+            clock.tick(engine.stats.prefill_tokens)
 
         sampling = SamplingParams(max_new_tokens=max(batch.new_tokens), ignore_eos=True)
         with watched(device) as watch:
@@ -126,7 +119,7 @@ def open_ours(models: Models, largest: Batch) -> Iterator[RunBatch]:
             token_ids=[[list(c.token_ids) for c in group] for group in groups],
             prefill_seconds=stats.prefill_seconds,
             decode_seconds=stats.decode_seconds,
-            decode_ms=median_gap_ms([decode_ticks]),
+            decode_ms=clock.median_ms(),
             pack_seconds=stats.pack_seconds,
             capture_seconds=stats.capture_seconds,
             peak_mib=watch.peak_mib,

@@ -16,7 +16,7 @@ import test_rollout
 import torch
 from kernel_report import RESULTS
 from rollout_cases import FIRST_ID, TINY, WORKLOADS, Batch, Models, Targets, load_models, workloads
-from rollout_limits import LeastWork, ModelShape, Roofline, median_gap_ms, watched
+from rollout_limits import DecodeClock, LeastWork, ModelShape, Roofline, median_gap_ms, watched
 from rollout_peers import Run, Unavailable, open_continuous, open_generate, open_ours, open_sglang, open_vllm, pages_for
 from rollout_proof import greedy_difference, logprob_error, logprob_limit
 from rollout_report import Row, compare, judge, measured, result_path, table, write_json
@@ -119,6 +119,16 @@ def test_clocks_and_memory() -> None:
         del held
     if Path("/proc/self/clear_refs").exists():
         assert watch.peak_mib is not None and watch.peak_mib > 50
+
+
+def test_steps_that_run_prompts_are_no_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = DecodeClock()
+    times = iter((1.0, 5.0, 5.1, 5.2, 9.0, 9.1))
+    monkeypatch.setattr(rollout_limits.time, "perf_counter", lambda: next(times))
+    for prefilled in (100, 200, 200, 200, 300, 300):
+        clock.tick(prefilled)
+    monkeypatch.undo()
+    assert clock.runs == [[], [1.0], [5.0, 5.1, 5.2], [9.0, 9.1]] and clock.median_ms() == pytest.approx(100)
 
 
 def test_other_processes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,8 +230,8 @@ def test_padding_ids_are_never_fed_back() -> None:
 def test_a_step_that_the_scheduler_composes_admits_somebody(
     n: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four times as many completions as places: places are filled in batches, and nobody asks in vain. (A step outside of
-    a burst runs without a graph on a GPU; one for every completion that ends would halve the speed.)"""
+    """Four times as many completions as places: places are filled in batches, and nobody asks in vain. (A step outside
+    of a burst runs without a graph on a GPU; one for every completion that ends would halve the speed.)"""
     loaded = tiny_model("llama")
     engine = Engine(loaded, num_pages=400, page_size=8, max_running=32, overlap=overlap)
     mixed: list[bool] = []
