@@ -204,6 +204,10 @@ class Models:
             yield folder
 
 
+FUSED_LAYERS = {"cpu": "torch", "cuda": "auto"}
+"""Ours runs with fused layers, as `--fused-layers` gives them to a run; on a GPU with those that measure fastest."""
+
+
 def load_models(spec: str, device: torch.device) -> Models:
     """`spec` is one of RANDOM_MODELS or what `load_model` takes; bfloat16 on CUDA, float32 on a CPU."""
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -212,13 +216,16 @@ def load_models(spec: str, device: torch.device) -> Models:
     if spec in RANDOM_MODELS:
         hf = _random_model(RANDOM_MODELS[spec], device, dtype)
         vocab = RANDOM_MODELS[spec]["vocab_size"]
-        loaded = adopt_model(copy.deepcopy(hf), _numbers_tokenizer(vocab), spec=f"random {spec}")
+        loaded = adopt_model(
+            copy.deepcopy(hf), _numbers_tokenizer(vocab), spec=f"random {spec}", fused_layers=FUSED_LAYERS[device.type]
+        )
         folder = None
     else:
         folder, options = resolve_spec(spec)
         with quiet_transformers():
             hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).to(device)
-        loaded = load_model(spec, device=device.type, dtype=str(dtype).removeprefix("torch."))
+        options = {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
+        loaded = load_model(spec, **options, fused_layers=FUSED_LAYERS[device.type])
     # Otherwise generate ends a row at the model's own stop ids: it fills in what a call leaves open from here.
     hf.generation_config = GenerationConfig(pad_token_id=0)
     return Models(spec, hf.eval(), loaded, folder)

