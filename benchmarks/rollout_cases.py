@@ -224,8 +224,12 @@ def load_models(spec: str, device: torch.device) -> Models:
         folder, options = resolve_spec(spec)
         with quiet_transformers():
             hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).to(device)
-        options = {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
-        loaded = load_model(spec, **options, fused_layers=FUSED_LAYERS[device.type])
+        loaded = load_model(
+            spec,
+            device=device.type,
+            dtype=str(dtype).removeprefix("torch."),
+            fused_layers=FUSED_LAYERS[device.type],
+        )
     # Otherwise generate ends a row at the model's own stop ids: it fills in what a call leaves open from here.
     hf.generation_config = GenerationConfig(pad_token_id=0)
     return Models(spec, hf.eval(), loaded, folder)
