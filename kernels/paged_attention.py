@@ -270,6 +270,7 @@ def paged_decode(
     plans: `PagedBatch.plans`, so that a CPU plans a step once for all layers; counts for its own tables and lens only.
     scale, window, softcap, sinks: as in `varlen_attention`. backend: as in `decode_backend`.
     """
+    _check_scores(window, softcap)
     pages: dict = {"key_dim": k_pool.shape[3], "value_dim": v_pool.shape[3], "backend": backend}
     choice = decode_backend(q_BHD.device, k_pool.dtype, k_pool.shape[1], softcap, sinks, **pages)
     options: dict = {"scale": scale, "window": window, "softcap": softcap}
@@ -280,6 +281,14 @@ def paged_decode(
         hints: dict = {"shared": shared, "plans": plans if known else None}
         return decode_reference(q_BHD, k_pool, v_pool, tables, lens, sinks=sinks, **hints, **options)
     return flash_calls.decode(choice, q_BHD, k_pool, v_pool, tables, lens, **options)
+
+
+def _check_scores(window: int | None, softcap: float | None) -> None:
+    """A window without keys or a cap of nothing would give NaN."""
+    if window is not None and window < 1:
+        raise ValueError(f"window: {window}; a query sees at least its own key, so need window >= 1, or None")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap: {softcap}; need a number above 0, or None")
 
 
 def _paged_prefill(
@@ -337,8 +346,11 @@ def paged_attention(
     scale, window, softcap, sinks: as in `varlen_attention`. backend: as in `decode_backend` and `prefill_backend`.
     Raises ValueError when the number of queries is not that of the batch, or a named backend cannot run here.
     """
+    _check_scores(window, softcap)
     if len(q_THD) != batch.tokens:
         raise ValueError(f"q_THD: {len(q_THD)} queries, but the batch has {batch.tokens} new tokens")
+    if batch.page_size != k_pool.shape[1]:
+        raise ValueError(f"PagedBatch.page_size: {batch.page_size}, but the pool's pages have {k_pool.shape[1]} slots")
     options: dict = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     parts, d = [], batch.decode
     if d:

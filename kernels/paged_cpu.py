@@ -20,6 +20,7 @@ the exception: their unused slots must be finite.
 
 from typing import Any, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,8 +41,15 @@ def cpu_pool(pages: int, page_size: int, heads: int, dim: int, dtype: torch.dtyp
     """Zeros [pages, page_size, heads, dim] on the CPU, in the layout that decode attention reads fastest there.
 
     In memory the heads come first: the keys of one head follow each other. A contiguous pool gives the same results.
+    The zeros take no memory until they are written: the system gives pages of zeros when they are touched.
     """
-    return torch.zeros(heads, pages, page_size, dim, dtype=dtype).permute(1, 2, 0, 3)
+    count = heads * pages * page_size * dim
+    return (
+        torch.from_numpy(np.zeros(count * dtype.itemsize, np.uint8))
+        .view(dtype)
+        .view(heads, pages, page_size, dim)
+        .permute(1, 2, 0, 3)
+    )
 
 
 def _attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, part: Part, options: _Options) -> Tensor:

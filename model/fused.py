@@ -146,7 +146,7 @@ def _parse(loaded: LoadedModel, how: str) -> dict[Kind, str]:
     for implementation in IMPLEMENTATIONS:
         reason = why_unavailable(implementation, loaded.device) if implementation in wanted.values() else None
         if reason:
-            raise LoadError(f"{loaded.spec}: fused_layers {how!r} cannot be had: {reason}, or use fused_layers='auto'")
+            raise LoadError(f"{loaded.spec}: fused_layers {how!r} cannot be had: {reason}; take 'auto' or 'off'")
     return wanted
 
 

@@ -1,6 +1,7 @@
 """What crosses the border of the rollout engine: sampling settings in, completions out. Imports no torch."""
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "error"]
@@ -41,6 +42,16 @@ class SamplingParams:
             if not ok:
                 raise ValueError(f"SamplingParams.{field}: {getattr(self, field)!r} is out of range; need {rule}")
 
+        for field in ("top_k", "max_new_tokens", "min_new_tokens", "seed"):
+            value = getattr(self, field)
+            need(isinstance(value, Integral) and not isinstance(value, bool), field, "an integer")
+        for field in ("temperature", "top_p", "min_p"):
+            value = getattr(self, field)
+            need(isinstance(value, Real) and not isinstance(value, bool), field, "a number")
+        for field, kind, word in (("stop_token_ids", Integral, "token ids"), ("stop_strings", str, "strings")):
+            values = getattr(self, field)
+            listed = isinstance(values, (tuple, list)) and all(isinstance(value, kind) for value in values)
+            need(listed, field, f"a tuple of {word}")
         need(0.0 <= self.temperature < float("inf"), "temperature", "a finite value >= 0 (0 is greedy)")
         need(self.top_k >= 0, "top_k", "top_k >= 0 (0 keeps all)")
         need(0.0 < self.top_p <= 1.0, "top_p", "0 < top_p <= 1 (1 keeps all)")

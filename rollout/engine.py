@@ -32,6 +32,7 @@ from rhotrain.rollout.sampler import HostDraw
 from rhotrain.rollout.scheduler import Group, Scheduler, Sequence
 from rhotrain.rollout.sizing import pages_in
 from rhotrain.rollout.stops import StopStrings
+from rhotrain.rollout.threads import check_threads
 
 OnFinish = Callable[[int, int, Completion], None]
 OnTokens = Callable[[int], Any]
@@ -100,10 +101,18 @@ class Engine:
         overlap: bool | None = None,
         threads: int | None = None,
     ) -> None:
-        sizes = (("max_batch_tokens", max_batch_tokens), ("max_running", max_running), ("threads", threads))
-        for name, value in sizes:
-            if value is not None and value < 1:
+        if not isinstance(loaded, LoadedModel):
+            raise ValueError(
+                f"Engine: {type(loaded).__name__} is no LoadedModel; take load_model(SPEC) or adopt_model(...)"
+            )
+        sizes = {"max_batch_tokens": max_batch_tokens, "max_running": max_running, "page_size": page_size}
+        given = {"threads": threads, "num_pages": num_pages, "kv_memory_bytes": kv_memory_bytes}
+        for name, value in {**sizes, **{name: value for name, value in given.items() if value is not None}}.items():
+            if type(value) is not int:
+                raise ValueError(f"Engine.{name}: {value!r} is no integer; need a whole number of at least 1")
+            if value < 1:
                 raise ValueError(f"Engine.{name}: {value} is too small; need at least 1")
+        check_threads("Engine.threads", threads)
         if kv_memory_bytes is not None and num_pages is not None:
             raise ValueError(
                 f"Engine: both kv_memory_bytes={kv_memory_bytes} and num_pages={num_pages}; give one of them"

@@ -2,8 +2,11 @@
 start."""
 
 import operator
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from rhotrain.model.loaded import LoadedModel
 from rhotrain.rollout.burst import BurstRun
@@ -39,20 +42,28 @@ def prepare(
     expected_tokens: Sequence[float] | None,
 ) -> tuple[Job, list[Group]]:
     """The job and its groups in the order in which they start. Raises ValueError for what cannot work."""
-    if n < 1:
-        raise ValueError(f"generate: n={n}; need at least 1 completion per prompt")
+    if not isinstance(sampling, SamplingParams):
+        raise ValueError(f"generate: sampling is {sampling!r:.60}; need SamplingParams(...)")
+    if type(n) is not int or n < 1:
+        raise ValueError(f"generate: n={n!r}; need at least 1 completion per prompt, as an integer")
+    if type(first_sample) is not int or not 0 <= first_sample < 2**62:
+        raise ValueError(f"generate: first_sample={first_sample!r}; need an integer from 0 to 2**62 - 1")
+    for name, given in (("prompts", prompts), ("max_new_tokens", max_new_tokens), ("expected_tokens", expected_tokens)):
+        if given is not None and (isinstance(given, str) or not hasattr(given, "__len__")):
+            raise ValueError(f"generate: {name} is {given!r:.60}; need a list with an entry per prompt")
     for name, values in (("max_new_tokens", max_new_tokens), ("expected_tokens", expected_tokens)):
         if values is not None and len(values) != len(prompts):
             raise ValueError(f"generate: {len(values)} {name} for {len(prompts)} prompts; need one for each")
     limits = _limits(max_new_tokens, sampling, len(prompts))
     for index, (prompt, limit) in enumerate(zip(prompts, limits)):
         _check_fits(loaded, pool, index, prompt, limit)
-    for index, value in enumerate(expected_tokens or ()):
-        if not value >= 0:
-            raise ValueError(f"generate: expected_tokens[{index}]: {value} is no length; need a number >= 0")
+    expected = None if expected_tokens is None else list(expected_tokens)
+    for index, value in enumerate(expected or ()):
+        if not isinstance(value, (int, float, np.number)) or not value >= 0:
+            raise ValueError(f"generate: expected_tokens[{index}]: {value!r} is no length; need a number >= 0")
     order = list(range(len(prompts)))
-    if expected_tokens is not None:
-        order.sort(key=lambda index: -expected_tokens[index])
+    if expected is not None:
+        order.sort(key=lambda index: -expected[index])
     width = 1 if sampling.temperature == 0.0 else n
     groups = []
     for rank, index in enumerate(order):
@@ -81,6 +92,12 @@ def _plan(loaded: LoadedModel, sampling: SamplingParams) -> SamplingPlan:
 
 def _check_fits(loaded: LoadedModel, pool: KVPool, index: int, prompt: Sequence[int], max_new_tokens: int) -> None:
     """Refuse a prompt that can never run. Raises ValueError with the numbers."""
+    if isinstance(prompt, str):
+        raise ValueError(f"prompt {index}: {prompt!r:.40} is text; encode it first, for example tokenizer.encode(text)")
+    try:
+        array("q", prompt)
+    except (TypeError, OverflowError):
+        raise ValueError(f"prompt {index}: {prompt!r:.60} is no list of token ids; need integers") from None
     rows = loaded.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if len(prompt) == 0:
         raise ValueError(f"prompt {index}: it has no tokens; a prompt needs at least one (for example BOS)")

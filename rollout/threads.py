@@ -4,6 +4,7 @@ Decode runs products of a few rows. Where cores are hardware threads of one anot
 threads wait less for each other: two on two busy cores took ten times the time of one.
 """
 
+import os
 from statistics import median
 from time import perf_counter
 
@@ -52,6 +53,13 @@ def choose(seconds: dict[int, float]) -> int:
         if seconds[n] < WORTH * seconds[best]:
             best = n
     return best
+
+
+def check_threads(name: str, threads: int | None) -> None:
+    """ValueError for more threads than the machine can have: OpenMP ends the process there."""
+    most = 4 * (os.cpu_count() or 1)
+    if threads is not None and threads > most:
+        raise ValueError(f"{name}: {threads} threads on {os.cpu_count()} cores; need at most {most}, 0 or None chooses")
 
 
 def decode_threads(cores: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from rhotrain.model.load import LoadedModel, load_model
 from rhotrain.rollout.engine import Engine
 from rhotrain.rollout.sizing import affordable_pages, page_bytes, plan_pages
-from rhotrain.rollout.threads import decode_threads
+from rhotrain.rollout.threads import check_threads, decode_threads
 from rhotrain.train.config import Config, ConfigError
 from rhotrain.train.data import EncodedPrompt, PromptData, PromptStream
 from rhotrain.train.inner_loop import Learner
@@ -44,6 +44,11 @@ def build(config: Config, *, checkpoint_model: Path | None = None, choices: Choi
     Raises ConfigError (settings), LoadError (model) and whatever the task says of its own parameters.
     """
     chosen: Choices = dict(choices or {"threads": config.run.threads or available_cores()})
+    for name, asked in (("threads", config.run.threads), ("decode_threads", config.rollout.decode_threads)):
+        try:
+            check_threads(name, asked)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     torch.set_num_threads(int(chosen["threads"]))
     torch.manual_seed(config.run.seed)  # dropout's masks come from torch's generator, when a user asks for dropout
     task = load_task(config.task, config.eval.eval_size)

@@ -400,3 +400,20 @@ def test_plans_count_for_their_own_lengths_only() -> None:
     with_plans = paged_decode(batch.q, *pools, pages.tables, shorter, scale=0.4, plans=pages.plans)
     assert torch.equal(with_plans, paged_decode(batch.q, *pools, pages.tables, shorter, scale=0.4))
     assert (with_plans - paged_attention(batch.q, *pools, pages, scale=0.4)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"window": 0}, "window: 0"), ({"window": -1}, "window: -1"), ({"softcap": 0.0}, "softcap: 0.0")],
+)
+def test_scores_that_would_be_nan_are_refused(change: dict[str, Any], message: str) -> None:
+    batch = make_batch((1, 1), (5, 6), 4)
+    with pytest.raises(ValueError, match=message):
+        batch.paged(scale=1.0, **change)
+
+
+def test_a_batch_for_other_pages_is_refused() -> None:
+    batch = make_batch((1, 2), (5, 6), 4)
+    other = PagedBatch.make(batch.block_tables, batch.lens_q, batch.lens_k, 3)
+    with pytest.raises(ValueError, match="page_size: 3, but the pool's pages have 4 slots"):
+        paged_attention(batch.q, batch.k_pool, batch.v_pool, other, scale=1.0)

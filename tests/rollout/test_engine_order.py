@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers_model import tiny_model
@@ -159,3 +160,72 @@ def test_measuring_leaves_the_number_of_threads_alone(thread_count: int) -> None
     assert set(seconds) == {1} and 0 < seconds[1] < 5
     assert torch.get_num_threads() == thread_count
     assert threads.decode_threads(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n": 1.5}, "n=1.5"),
+        ({"n": True}, "n=True"),
+        ({"first_sample": -1}, "first_sample=-1"),
+        ({"first_sample": 2**63}, "first_sample=9223372036854775808"),
+        ({"sampling": None}, "sampling is None"),
+        ({"prompts": 5}, "prompts is 5"),
+        ({"prompts": ["hello"]}, "prompt 0: 'hello' is text; encode it first"),
+        ({"prompts": [[5, 6], [5.7]]}, r"prompt 1: \[5.7\] is no list of token ids"),
+        ({"prompts": [{"input_ids": [5]}]}, "prompt 0: .* is no list of token ids"),
+        ({"max_new_tokens": 8}, "max_new_tokens is 8"),
+        ({"expected_tokens": 8}, "expected_tokens is 8"),
+        ({"expected_tokens": ["4"]}, r"expected_tokens\[0\]: '4'"),
+        ({"expected_tokens": [None]}, r"expected_tokens\[0\]: None"),
+    ],
+)
+def test_wrong_types_are_refused_by_name_before_anything_runs(change: dict[str, Any], message: str) -> None:
+    engine = Engine(tiny_model("llama"), num_pages=20)
+    arguments = {"prompts": [[5, 6, 7]], "sampling": SamplingParams(max_new_tokens=3), **change}
+    with pytest.raises(ValueError, match=message):
+        engine.generate(arguments.pop("prompts"), arguments.pop("sampling"), **arguments)
+    assert engine.stats.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"page_size": 1.5}, r"Engine\.page_size: 1\.5 is no integer"),
+        ({"kv_memory_bytes": 1e9}, r"Engine\.kv_memory_bytes: 1000000000\.0 is no integer"),
+        ({"num_pages": 0}, r"Engine\.num_pages: 0 is too small"),
+        ({"max_running": 1.5}, r"Engine\.max_running: 1\.5 is no integer"),
+        ({"threads": 100_000}, r"Engine\.threads: 100000 threads on \d+ cores"),
+    ],
+)
+def test_engine_sizes_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(tiny_model("llama"), **{"num_pages": 20 if "kv_memory_bytes" not in change else None, **change})
+    with pytest.raises(ValueError, match="LlamaForCausalLM is no LoadedModel; take load_model"):
+        Engine(tiny_model("llama").model, num_pages=20)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"stop_strings": "abc"}, "stop_strings"),
+        ({"stop_strings": (5,)}, "stop_strings"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"max_new_tokens": 4.0}, "max_new_tokens"),
+        ({"min_new_tokens": 1.5}, "min_new_tokens"),
+        ({"top_k": 0.5}, "top_k"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_p": None}, "top_p"),
+    ],
+)
+def test_sampling_settings_of_a_wrong_type_are_refused(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValueError, match=rf"SamplingParams\.{field}: "):
+        SamplingParams(**change)
+
+
+def test_arrays_do_as_limits_and_expectations() -> None:
+    engine = Engine(tiny_model("llama"), num_pages=20)
+    options: dict[str, Any] = {"max_new_tokens": np.array([2, 3]), "expected_tokens": np.array([1.0, 2.0])}
+    prompts: Any = np.array([[5, 6], [7, 8]])
+    groups = engine.generate(prompts, SamplingParams(ignore_eos=True), **options)
+    assert [len(group[0].token_ids) for group in groups] == [2, 3]
