@@ -143,17 +143,20 @@ class Engine:
         """n completions of every prompt: groups in the order of the prompts, sample number first_sample + p * n + g.
 
         prompts: token ids. max_new_tokens: per prompt, in place of the one in `sampling`. expected_tokens: per prompt,
-        how long its completions will probably be; the longest start first (default: the order of the prompts), which
-        shortens the tail when not all of them run at once. Neither the order nor the neighbours change what is drawn.
+            how long its completions will probably be; the longest start first (default: the order of the prompts),
+            which shortens the tail when not all of them run at once. Neither changes what is drawn.
         on_finish(p, g, completion) is called as completions end, on_tokens(count) after every step (for example the
-        `update` of a progress bar whose total is prompts x n x max_new_tokens). Greedy (temperature 0) draws each group
-        once and copies it: all its members are the same. kept_ids are recorded only when `sampling` truncates; else the
-        kept set is the whole vocabulary. Logits that are NaN or infinite end a completion with finish_reason `error`;
-        the others go on. Raises ValueError, before anything runs, for a prompt or a setting that cannot work.
+            `update` of a progress bar whose total is prompts x n x max_new_tokens).
+        Greedy (temperature 0) draws each group once and copies it: all its members are the same.
+        kept_ids are recorded only when `sampling` truncates; else the kept set is the whole vocabulary.
+        Logits that are NaN or infinite end a completion with finish_reason `error`; the others go on.
+
+        Raises ValueError, before anything runs, for a prompt or a setting that cannot work.
         """
-        groups: list[list[Completion | None]] = [[None] * max(n, 1) for _ in prompts]
         options = {"max_new_tokens": max_new_tokens, "expected_tokens": expected_tokens, "on_tokens": on_tokens}
-        for done in self.stream(prompts, sampling, n=n, first_sample=first_sample, **options):  # type: ignore[arg-type]
+        steps = self.stream(prompts, sampling, n=n, first_sample=first_sample, **options)  # type: ignore[arg-type]
+        groups: list[list[Completion | None]] = [[None] * n for _ in prompts]
+        for done in steps:
             groups[done.prompt][done.member] = done.completion
             if on_finish is not None:
                 on_finish(done.prompt, done.member, done.completion)
