@@ -223,7 +223,8 @@ def load_models(spec: str, device: torch.device) -> Models:
     else:
         folder, options = resolve_spec(spec)
         with quiet_transformers():
-            hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).to(device)
+            hf: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+            hf = hf.to(device)
         loaded = load_model(
             spec,
             device=device.type,

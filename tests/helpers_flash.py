@@ -77,14 +77,14 @@ def attend(
     Query i stands at key i + n - m. A query that sees no key gives 0.
     """
     m, n, per_group = len(q), len(k), q.shape[1] // k.shape[1]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     q, k, v = q.to(wide), k.to(wide), v.to(wide)
     distance = torch.arange(n)[None, :] - (torch.arange(m)[:, None] + n - m)
     seen = (distance >= -left if left >= 0 else distance == distance) & (distance <= right if right >= 0 else True)
     rows = []
     for h in range(q.shape[1]):
-        scores = scale * q[:, h] @ k[:, h // per_group].T
+        scores = factor * q[:, h] @ k[:, h // per_group].T
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
         top = scores.detach().masked_fill(~seen, -1e4).amax(1, keepdim=True) if n else torch.zeros(m, 1, dtype=wide)
@@ -238,9 +238,9 @@ def varlen_4(lib: StandIn, a: SimpleNamespace) -> tuple[Tensor, None]:
 
 def varlen_torch(lib: StandIn, a: SimpleNamespace) -> Tensor:
     newer, batch = hasattr(a, "block_table"), len(a.cu_seq_q) - 1
-    pages = newer and a.block_table is not None
+    pages = newer and isinstance(a.block_table, Tensor)
     lib.refuse(["num_splits requires FA3"] if newer and a.num_splits is not None else [])
-    lib.refuse(["cu_seq_q and cu_seq_k must be both set"] if a.cu_seq_k is None else [])
+    lib.refuse(["cu_seq_q and cu_seq_k must be both set"] if not isinstance(a.cu_seq_k, Tensor) else [])
     lib.refuse(
         ["need as many heads, or enable_gqa"]
         if a.query.shape[1] != a.key.shape[-2] and newer and not a.enable_gqa

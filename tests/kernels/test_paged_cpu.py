@@ -264,7 +264,8 @@ def test_sequences_without_tokens_give_zero(eager: None, dtype: torch.dtype) -> 
     case.tables[2] = case.tables[3, 0] if dtype == torch.bfloat16 else case.tables.max() + 1 - 1
     case.lens[2], case.tokens[2] = 0, []
     case = replace(case, k_pool=case.k_pool.nan_to_num(0.0), v_pool=case.v_pool.nan_to_num(0.0)).cast(dtype)
-    for options in ({}, {"window": 3}, {"softcap": 1.0}):
+    several: list[dict[str, Any]] = [{}, {"window": 3}, {"softcap": 1.0}]
+    for options in several:
         out = case.run(scale=0.4, **options)
         assert not out[2].any()
         assert (out - by_definition(case, scale=0.4, **options)).abs().max() < (1e-12 if dtype.itemsize == 8 else 0.05)
