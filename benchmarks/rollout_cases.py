@@ -213,6 +213,7 @@ def load_models(spec: str, device: torch.device) -> Models:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    hf: Any
     if spec in RANDOM_MODELS:
         hf = _random_model(RANDOM_MODELS[spec], device, dtype)
         vocab = RANDOM_MODELS[spec]["vocab_size"]
@@ -223,8 +224,8 @@ def load_models(spec: str, device: torch.device) -> Models:
     else:
         folder, options = resolve_spec(spec)
         with quiet_transformers():
-            hf: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
-            hf = hf.to(device)
+            hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+        hf = hf.to(device)
         loaded = load_model(
             spec,
             device=device.type,
