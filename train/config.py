@@ -5,33 +5,41 @@ What needs the model or the task to be judged (prompt + completion against the m
 is checked in `checks.py` and `setup.py`, before anything expensive starts.
 """
 
-import math
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rhotrain.kernels.spec import KLKind, Objective, ObjectiveKind, RatioLevel
 from rhotrain.rollout.completion import SamplingParams
+from rhotrain.train.update_config import (
+    AdvantageScale,
+    Aggregation,
+    AlgoConfig,
+    Anchor,
+    ConfigError,
+    Correction,
+    OptimConfig,
+    need,
+    wrong,
+)
 
-Aggregation = Literal["token", "sequence", "constant"]
-AdvantageScale = Literal["group", "batch", "none"]
-Anchor = Literal["auto", "sampler", "trainer", "fresh"]
-Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"]
-
-
-class ConfigError(ValueError):
-    """A setting that cannot work. The message names the field, the value and the fix; the exit code is 2."""
-
-
-def wrong(name: str, value: object, rule: str) -> ConfigError:
-    """The error for field `name` with `value`; `rule` says what would be right."""
-    return ConfigError(f"{name}: {value!r} does not work; {rule}")
-
-
-def need(ok: bool, name: str, value: object, rule: str) -> None:
-    """Raise `wrong` unless `ok`."""
-    if not ok:
-        raise wrong(name, value, rule)
+__all__ = [
+    "AdvantageScale",
+    "Aggregation",
+    "AlgoConfig",
+    "Anchor",
+    "Config",
+    "ConfigError",
+    "Correction",
+    "EvalConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TaskConfig",
+    "need",
+    "wrong",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +50,29 @@ class ModelConfig:
     """A Hugging Face folder or hub id, a .gguf file, or a preset: `tiny-sums`, `smollm2`."""
     ref_model: str = ""
     """Reference model of the KL term; empty takes the starting weights. Loaded only when a KL is asked for."""
-    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Compute dtype; auto is bfloat16 on CUDA and float32 on a CPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Compute dtype; auto is bfloat16 on CUDA and float32 on a CPU. float16 scales the loss."""
     device: str = "auto"
     """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:1`."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more compute."""
+    offload_activations: bool = False
+    """With gradient_checkpointing: keep each layer's input on the CPU until its backward pass."""
+    compile_layers: bool = False
+    """Run each decoder layer through torch.compile in the update."""
+    offload_reference: bool = False
+    """Keep the reference model on the CPU while it is not asked."""
+    lora_rank: int = 0
+    """Train a LoRA adapter of this rank (PEFT) instead of the weights; 0 trains all weights. The reference of a KL is
+    then the model without the adapter."""
+    lora_alpha: float = 0.0
+    """The adapter's scale is lora_alpha / lora_rank; 0 takes twice lora_rank."""
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Modules that get an adapter: names as PEFT takes them, or `all-linear`."""
+    adapter: str = ""
+    """Folder of a PEFT adapter to go on from; it sets rank, scale and targets."""
+    quantize_base: Literal["none", "nf4"] = "none"
+    """Hold the frozen weights under a LoRA adapter in 4 bits (bitsandbytes)."""
     fused_layers: Literal["off", "auto", "liger", "compile", "torch"] = "off"
     """RMSNorm, gated MLP and rotary in one operation each, in training and rollout alike: Liger's kernels,
     torch.compile, or PyTorch's own operators; auto measures which is fastest here. Only what is proven equal is
@@ -62,8 +87,34 @@ class ModelConfig:
     def __post_init__(self) -> None:
         need(0.0 <= self.dropout < 1.0, "dropout", self.dropout, "need a probability: 0 <= dropout < 1")
         need(bool(self.model), "model", self.model, "name a folder, a hub id, a .gguf file or a preset")
+        need(self.lora_rank >= 0, "lora_rank", self.lora_rank, "need a rank >= 1, or 0 to train all weights")
+        need(self.lora_alpha >= 0, "lora_alpha", self.lora_alpha, "need a value > 0, or 0 for twice lora_rank")
+        need(len(self.lora_targets) > 0, "lora_targets", self.lora_targets, "name modules, or all-linear")
+        need(
+            not (self.adapter and self.lora_rank),
+            "lora_rank",
+            self.lora_rank,
+            "adapter brings its own rank; leave out one of the two",
+        )
+        need(
+            self.quantize_base == "none" or self.lora,
+            "quantize_base",
+            self.quantize_base,
+            "4-bit weights cannot be trained themselves; set lora_rank or adapter",
+        )
+        need(
+            not (self.offload_activations and not self.gradient_checkpointing),
+            "offload_activations",
+            self.offload_activations,
+            "what it moves are the inputs that gradient_checkpointing keeps; set that too",
+        )
         known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
         need(known, "device", self.device, "need auto, cpu, cuda or cuda:N")
+
+    @property
+    def lora(self) -> bool:
+        """Whether an adapter is trained instead of the weights."""
+        return self.lora_rank > 0 or bool(self.adapter)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +160,20 @@ class RewardConfig:
     `repetition`), `package.module:function`, or `path/to/file.py:function`."""
     reward_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments by function name; as a flag: --reward-args regex.pattern=... length.max_tokens=20."""
+    overlong_buffer: int = 0
+    """Completions longer than max_new_tokens - overlong_buffer lose up to overlong_penalty, in proportion (DAPO's soft
+    overlong punishment); 0 punishes nothing."""
+    overlong_penalty: float = 1.0
+    """What a completion of max_new_tokens loses."""
     reward_timeout: float = 30.0
     """Seconds that one call may take; a call that takes longer makes its completions unscorable."""
 
     def __post_init__(self) -> None:
         need(len(self.rewards) > 0, "rewards", self.rewards, "name at least one reward function")
+        need(
+            self.overlong_buffer >= 0, "overlong_buffer", self.overlong_buffer, "need tokens >= 0 (0 punishes nothing)"
+        )
+        need(self.overlong_penalty >= 0, "overlong_penalty", self.overlong_penalty, "need a value >= 0")
         need(self.reward_timeout > 0, "reward_timeout", self.reward_timeout, "need seconds > 0")
 
 
@@ -195,191 +255,6 @@ class RolloutConfig:
             seed=seed,
         )
         return replace(params, keep_sets=params.truncates and self.truncation == "replay")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlgoConfig:
-    """The objective, the advantages and the inner loop. Presets set these as their papers do (docs/objectives.md)."""
-
-    objective: ObjectiveKind = "grpo"
-    """`grpo` (PPO clip), `cispo` (clamped, detached weight), `reinforce`, `sapo` (a gate in place of a clip)."""
-    clip_low: float = 0.2
-    """grpo: the ratio is clipped below 1 - clip_low."""
-    clip_high: float = 0.2
-    """grpo: the ratio is clipped above 1 + clip_high."""
-    ratio_min: float = 0.0
-    """cispo: absolute lower bound of the ratio."""
-    ratio_max: float = 5.0
-    """cispo: absolute upper bound of the ratio."""
-    ratio_level: RatioLevel = "token"
-    """`token`, or `sequence` (GSPO): one ratio per completion, exp of the mean log-ratio over its tokens."""
-    kl: KLKind = "k3"
-    """KL estimator in the loss when beta > 0: k2, k3, k3_k2grad (k3's value with k2's gradient), or k3_unbiased (k3
-    times the ratio)."""
-    beta: float = 0.0
-    """Coefficient of the KL to the reference in the loss; 0 loads no reference."""
-    kl_in_reward: float = 0.0
-    """Coefficient of k1 (logprob - ref_logprob summed over the completion, detached) subtracted from the reward."""
-    entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus."""
-    aggregation: Aggregation = "token"
-    """Denominator: `token` all loss tokens of the optimiser step, `sequence` the mean over completions of means per
-    completion, `constant` completions x max_new_tokens."""
-    advantage_scale: AdvantageScale = "group"
-    """Divide (reward - group mean) by the group's std, the batch's std, or nothing."""
-    advantage_std: Literal["sample", "population"] = "sample"
-    """Std with G - 1 (TRL, verl) or G (MiniMind) in its denominator."""
-    advantage_eps: float = 1e-4
-    """Added to the std."""
-    zero_variance: Literal["skip", "keep", "filter"] = "skip"
-    """Groups whose advantages are all 0: `skip` leaves them out of the forward pass when every loss term is 0 for them,
-    with the same gradient; `keep` runs them; `filter` also takes them out of the denominator (DAPO)."""
-    mask_truncated: bool = False
-    """Completions that hit max_new_tokens carry no loss and leave numerator and denominator together (DAPO)."""
-    old_logprobs: Anchor = "auto"
-    """Denominator of the ratio: `sampler` the engine's own numbers, `trainer` recomputed before the first update,
-    `fresh` the current forward detached (one update per rollout only). auto: sampler in float32 without a correction;
-    otherwise fresh for one update, trainer for several."""
-    correction: Correction = "none"
-    """Off-policy correction of the policy term by w = exp(frozen trainer logprob - sampling logprob), a constant: per
-    token or multiplied over the completion, `truncate` (TIS) or `mask` (zero outside the bounds: MIS, IcePop);
-    `geometric_mask` drops completions whose geometric-mean w lies outside. With fresh or trainer anchors only."""
-    correction_min: float = 0.0
-    """Lower bound of w."""
-    correction_max: float = 2.0
-    """Upper bound of w; 0 leaves that side open."""
-    num_iterations: int = 1
-    """Passes over each rollout."""
-    minibatches_per_rollout: int = 1
-    """Optimiser steps per pass; each takes whole groups."""
-    kl_stop: float = 0.0
-    """Skip the remaining updates of a rollout once the mean k3 between old and current policy exceeds this; 0 never."""
-
-    def __post_init__(self) -> None:
-        need(0 <= self.clip_low <= 1, "clip_low", self.clip_low, "need 0 <= clip_low <= 1")
-        need(self.clip_high >= 0, "clip_high", self.clip_high, "need clip_high >= 0")
-        need(self.ratio_min >= 0, "ratio_min", self.ratio_min, "a ratio is never negative; need ratio_min >= 0")
-        need(
-            self.ratio_max >= self.ratio_min,
-            "ratio_max",
-            self.ratio_max,
-            f"need at least ratio_min ({self.ratio_min}); both are values of the ratio itself, not distances from 1",
-        )
-        try:
-            self.spec()
-        except ValueError as error:
-            raise ConfigError(str(error).replace("Objective.", "")) from None
-        need(self.kl_in_reward >= 0, "kl_in_reward", self.kl_in_reward, "need a coefficient >= 0")
-        need(self.advantage_eps >= 0, "advantage_eps", self.advantage_eps, "need a value >= 0")
-        for name in ("num_iterations", "minibatches_per_rollout"):
-            need(getattr(self, name) >= 1, name, getattr(self, name), "need at least 1")
-        need(self.kl_stop >= 0, "kl_stop", self.kl_stop, "need a value >= 0 (0 never stops)")
-        need(
-            not (self.old_logprobs == "fresh" and self.updates_per_rollout > 1),
-            "old_logprobs",
-            self.old_logprobs,
-            "`fresh` is the current policy itself, so it fits one update per rollout only; "
-            "use trainer or sampler with num_iterations or minibatches_per_rollout above 1",
-        )
-        self._check_correction()
-
-    def _check_correction(self) -> None:
-        need(
-            not (self.correction != "none" and self.old_logprobs == "sampler" and self.objective != "reinforce"),
-            "correction",
-            self.correction,
-            "with old_logprobs = sampler the ratio contains w already, and it would count twice; "
-            "use old_logprobs fresh (one update per rollout) or trainer, or correction none",
-        )
-        need(self.correction_min >= 0, "correction_min", self.correction_min, "w is never negative; need a value >= 0")
-        need(self.correction_max >= 0, "correction_max", self.correction_max, "need a value >= 0 (0 leaves it open)")
-        low, high = self.correction_bounds
-        need(low < high, "correction_max", self.correction_max, f"need more than correction_min ({low:g})")
-        need(
-            low <= 1.0 <= high,
-            "correction_min" if low > 1.0 else "correction_max",
-            low if low > 1.0 else self.correction_max,
-            "the bounds leave out w = 1, so every on-policy token would be cut; they are values of w itself",
-        )
-
-    @property
-    def correction_bounds(self) -> tuple[float, float]:
-        """Bounds of w; the upper one may be inf."""
-        return self.correction_min, self.correction_max or math.inf
-
-    def anchor(self, *, exact: bool) -> Anchor:
-        """What `auto` stands for. exact: the compute dtype is float32 or wider; sampler noise in bf16 trips the clip.
-
-        Raises ConfigError for a sequence-level ratio over sampler anchors in half precision.
-        """
-        anchor: Anchor = self.old_logprobs
-        if anchor == "auto":
-            one: Anchor = "fresh" if self.updates_per_rollout == 1 else "trainer"
-            anchor = "sampler" if exact and self.correction == "none" else one
-        need(
-            not (anchor == "sampler" and self.ratio_level == "sequence" and not exact),
-            "old_logprobs",
-            anchor,
-            "the noise of a half-precision sampler exceeds the narrow bounds of a sequence-level ratio on nearly every "
-            "completion before the policy has moved; use trainer, or fresh with one update per rollout",
-        )
-        return anchor
-
-    @property
-    def updates_per_rollout(self) -> int:
-        """Optimiser steps per rollout when nothing is skipped."""
-        return self.num_iterations * self.minibatches_per_rollout
-
-    def spec(self) -> Objective:
-        """The kernels' objective."""
-        low, high = (1.0 - self.clip_low, 1.0 + self.clip_high)
-        if self.objective != "grpo":
-            low, high = self.ratio_min, self.ratio_max
-        return Objective(
-            kind=self.objective,
-            ratio_level=self.ratio_level,
-            ratio_min=low,
-            ratio_max=high,
-            kl=self.kl if self.beta > 0 else "none",
-            beta=self.beta,
-            entropy_coef=self.entropy_coef,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """AdamW and the learning-rate schedule, which counts optimiser steps."""
-
-    lr: float = 1e-6
-    """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW betas."""
-    eps: float = 1e-8
-    """AdamW epsilon."""
-    weight_decay: float = 0.0
-    """AdamW weight decay."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up."""
-    warmup_steps: int = 0
-    """Optimiser steps of linear warm-up."""
-    lr_final: float = 0.0
-    """The learning rate at the end, as a fraction of lr (linear, cosine)."""
-    grad_clip: float = 1.0
-    """Largest gradient norm; 0 does not clip."""
-    token_budget: int = 4096
-    """Most packed tokens of one micro-batch (forward + backward)."""
-    share_prompts: bool = True
-    """Run a group's prompt once per micro-batch and let its completions attend to it."""
-
-    def __post_init__(self) -> None:
-        need(self.lr >= 0, "lr", self.lr, "need a learning rate >= 0")
-        need(all(0 <= b < 1 for b in self.betas), "betas", self.betas, "need 0 <= beta < 1")
-        need(self.eps > 0, "eps", self.eps, "need a value > 0")
-        need(self.weight_decay >= 0, "weight_decay", self.weight_decay, "need a value >= 0")
-        need(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "need a count >= 0")
-        need(0 <= self.lr_final <= 1, "lr_final", self.lr_final, "need a fraction between 0 and 1")
-        need(self.grad_clip >= 0, "grad_clip", self.grad_clip, "need a norm >= 0 (0 does not clip)")
-        need(self.token_budget >= 1, "token_budget", self.token_budget, "need at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -498,7 +373,13 @@ class Config:
         self.check_anchor(exact=self.model.dtype != "bfloat16")
         longest = self.task.max_prompt_tokens + self.rollout.max_new_tokens
         need(
-            self.optim.token_budget >= longest,
+            self.reward.overlong_buffer <= self.rollout.max_new_tokens,
+            "overlong_buffer",
+            self.reward.overlong_buffer,
+            f"the punished stretch ends at max_new_tokens ({self.rollout.max_new_tokens}); need at most that",
+        )
+        need(
+            self.optim.token_budget == 0 or self.optim.token_budget >= longest,
             "token_budget",
             self.optim.token_budget,
             f"one prompt and its completion may take max_prompt_tokens + max_new_tokens = {longest} tokens; "

@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import tomli_w
 
 from rhotrain.train import config as config_module
+from rhotrain.train import update_config
 from rhotrain.train.config import Config, ConfigError, wrong
 
 Layer = dict[str, Any]
@@ -33,7 +34,8 @@ SECTIONS: dict[str, type] = {f.name: get_type_hints(Config)[f.name] for f in fie
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One field of the configuration. type: its annotation with aliases resolved; help: its docstring in config.py."""
+    """One field of the configuration. type: its annotation with aliases resolved; help: its docstring in the
+    configuration."""
 
     section: str
     name: str
@@ -53,7 +55,8 @@ class Source:
 def _field_docs() -> dict[tuple[str, str], str]:
     """(class, field) -> the string literal under the field, as tyro reads it."""
     docs = {}
-    for node in ast.parse(inspect.getsource(config_module)).body:
+    modules = (config_module, update_config)
+    for node in [node for module in modules for node in ast.parse(inspect.getsource(module)).body]:
         if not isinstance(node, ast.ClassDef):
             continue
         for field, text in zip(node.body, node.body[1:]):
@@ -64,7 +67,7 @@ def _field_docs() -> dict[tuple[str, str], str]:
 
 @cache
 def settings() -> dict[str, Setting]:
-    """Every setting by field name, in the order of config.py."""
+    """Every setting by field name, in the order of the sections."""
     docs = _field_docs()
     found = {}
     for section, cls in SECTIONS.items():
