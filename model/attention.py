@@ -13,7 +13,7 @@ No mask function is registered under our name, so transformers builds no mask at
 sync). Signature: transformers 5.17 to 5.24, https://huggingface.co/docs/transformers/attention_interface
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,7 +143,8 @@ class LayerCall:
 @dataclass(eq=False)
 class AttentionState:
     """Shared by all modules of one model. `calls` counts calls of the attention function; `record`, when a
-    list, gets one LayerCall per call. `dropout` is above 0 while `LoadedModel.with_dropout` is open. `backend`
+    list, gets one LayerCall per call. `paged` runs paged attention; a recorder of decode steps (rollout/tape.py)
+    puts itself in its place. `dropout` is above 0 while `LoadedModel.with_dropout` is open. `backend`
     is what packed and paged attention are asked to run by ("auto": the best that is here)."""
 
     context: PackedContext | PagedContext | None = None
@@ -151,6 +152,7 @@ class AttentionState:
     backend: AttentionChoice = "auto"
     calls: int = 0
     record: list[LayerCall] | None = field(default=None, repr=False)
+    paged: "PagedFunction" = field(default_factory=lambda: run_paged, repr=False)
 
     @contextmanager
     def using(self, context: PackedContext | PagedContext) -> Iterator[None]:
@@ -160,6 +162,22 @@ class AttentionState:
             yield
         finally:
             self.context = previous
+
+
+PagedFunction = Callable[[AttentionState, int | None, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
+
+
+def run_paged(
+    state: AttentionState, layer: int | None, q_THD: Tensor, k_THD: Tensor, v_THE: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Write this layer's K/V into the pool of `state.context`, then attend over the pages."""
+    context = state.context
+    assert isinstance(context, PagedContext)
+    if layer is None:
+        raise ValueError("paged attention: this attention module has no layer_idx, so its KV pool is unknown")
+    k_pool, v_pool = context.k_pools[layer], context.v_pools[layer]
+    write_kv(k_pool, v_pool, k_THD, v_THE, context.slots)
+    return paged_attention(q_THD, k_pool, v_pool, context.batch, **options)
 
 
 def attach_state(model: nn.Module) -> AttentionState:
@@ -242,7 +260,7 @@ def rhotrain_attention(
         "backend": state.backend,
     }
     if isinstance(state.context, PagedContext):
-        out_THE = _paged(state.context, layer, q_THD, k_THD, v_THE, options)
+        out_THE = state.paged(state, layer, q_THD, k_THD, v_THE, options)
     else:
         out_THE = _packed(state.context, q_THD, k_THD, v_THE, {**options, "dropout": float(dropout)})
     return out_THE[None], None
@@ -267,17 +285,6 @@ def _packed(context: PackedContext, q_THD: Tensor, k_THD: Tensor, v_THE: Tensor,
         lens_k=context.lens_k,
         **options,
     )
-
-
-def _paged(
-    context: PagedContext, layer: int | None, q_THD: Tensor, k_THD: Tensor, v_THE: Tensor, options: dict
-) -> Tensor:
-    """Write this layer's K/V, then attend over the pages."""
-    if layer is None:
-        raise ValueError("paged attention: this attention module has no layer_idx, so its KV pool is unknown")
-    k_pool, v_pool = context.k_pools[layer], context.v_pools[layer]
-    write_kv(k_pool, v_pool, k_THD, v_THE, context.slots)
-    return paged_attention(q_THD, k_pool, v_pool, context.batch, **options)
 
 
 AttentionInterface.register(ATTENTION_NAME, rhotrain_attention)

@@ -173,6 +173,11 @@ class PackedWeights:
         distinct = {id(copy): copy for copy in copies if copy is not None}
         return sum(int(torch.ops.mkldnn._nbytes(copy)) for copy in distinct.values())
 
+    def copies(self) -> list[Tensor | None]:
+        """The packed weight and the bias of every product, in an order that does not change; None where there is none.
+        Another `packs` means other tensors."""
+        return [tensor for product in self._products or () for tensor in (product.packed, product.bias)]
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Pack if the weights changed since the last time: by policy_version, an address, a version counter (every

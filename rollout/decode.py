@@ -124,14 +124,19 @@ def _runs(joined: np.ndarray) -> list[tuple[int, int]]:
     return [(int(a), int(b) + 1) for a, b in zip(edges[::2], edges[1::2])]
 
 
-def decode_hidden(pools: Pools, inputs: DecodeInputs, shared: tuple[SharedPages, ...] = ()) -> Tensor:
-    """Run the newest token of every row through the body: hidden [B,H]. Nothing waits for the device."""
+def paged_context(pools: Pools, inputs: DecodeInputs, shared: tuple[SharedPages, ...] = ()) -> PagedContext:
+    """Where the newest token of every row is written, and what it attends to."""
     size = pools.page_size
     page = inputs.tables.gather(1, (inputs.cached // size)[:, None])[:, 0]
     slots = page.long() * size + inputs.cached % size
     lens = (inputs.cached + 1).int() * inputs.live
     batch = PagedBatch(inputs.tables, lens, size, decode=len(lens), shared=shared)
-    return pools.hidden(PagedContext(pools.keys, pools.values, slots, batch), inputs.ids, inputs.cached)
+    return PagedContext(pools.keys, pools.values, slots, batch)
+
+
+def decode_hidden(pools: Pools, inputs: DecodeInputs, shared: tuple[SharedPages, ...] = ()) -> Tensor:
+    """Run the newest token of every row through the body: hidden [B,H]. Nothing waits for the device."""
+    return pools.hidden(paged_context(pools, inputs, shared), inputs.ids, inputs.cached)
 
 
 def decode_logits(pools: Pools, inputs: DecodeInputs, shared: tuple[SharedPages, ...] = ()) -> Tensor:

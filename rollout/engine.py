@@ -37,6 +37,10 @@ from rhotrain.rollout.threads import check_threads
 OnFinish = Callable[[int, int, Completion], None]
 OnTokens = Callable[[int], Any]
 
+BATCH_TOKENS = {"cuda": 4096, "cpu": 1536}
+"""Most tokens of a step where nothing is said. Prompts run 4 to 8 % faster on a CPU in
+pieces that fit its cache."""
+
 BURST_STEPS = 32
 """Most decode steps between two looks at the sequences; their pages are reserved, two of 16 tokens each at most."""
 
@@ -80,11 +84,12 @@ class Engine:
 
     The pool's size is `num_pages`, or what fits into `kv_memory_bytes`, or a quarter of the free memory, at most
     what max_running sequences of the model's full length take.
-    page_size: tokens per page. max_batch_tokens: most tokens of one step; longer prompts run in chunks.
+    page_size: tokens per page. max_batch_tokens: most tokens of one step, longer prompts run in chunks; None takes
+    BATCH_TOKENS.
     max_running: most sequences that decode together.
     cuda_graphs: capture the decode step on a GPU. overlap: read a step's results after the next one was launched (None:
     on a GPU); the results are the same. threads: CPU threads of the steps, None for those that PyTorch has; see
-    `threads.decode_threads`.
+    `threads.decode_threads`. tapes: on a CPU, replay recorded decode steps (`tape.py`); the results are the same.
     Raises ValueError for sizes that cannot work.
     """
 
@@ -95,16 +100,19 @@ class Engine:
         kv_memory_bytes: int | None = None,
         num_pages: int | None = None,
         page_size: int = 16,
-        max_batch_tokens: int = 4096,
+        max_batch_tokens: int | None = None,
         max_running: int = 256,
         cuda_graphs: bool = True,
         overlap: bool | None = None,
         threads: int | None = None,
+        tapes: bool = True,
     ) -> None:
         if not isinstance(loaded, LoadedModel):
             raise ValueError(
                 f"Engine: {type(loaded).__name__} is no LoadedModel; take load_model(SPEC) or adopt_model(...)"
             )
+        if max_batch_tokens is None:
+            max_batch_tokens = BATCH_TOKENS["cpu" if loaded.device.type == "cpu" else "cuda"]
         sizes = {"max_batch_tokens": max_batch_tokens, "max_running": max_running, "page_size": page_size}
         given = {"threads": threads, "num_pages": num_pages, "kv_memory_bytes": kv_memory_bytes}
         for name, value in {**sizes, **{name: value for name, value in given.items() if value is not None}}.items():
@@ -122,7 +130,7 @@ class Engine:
         self.loaded = loaded
         self.pool = KVPool(num_pages, page_size)
         self.scheduler = Scheduler(self.pool, max_batch_tokens, max_running)
-        self.runner = Runner(loaded, num_pages, page_size, cuda_graphs=cuda_graphs)
+        self.runner = Runner(loaded, num_pages, page_size, cuda_graphs=cuda_graphs, tapes=tapes)
         self.stats = EngineStats()
         self.threads = threads
         self._ahead = int(loaded.device.type == "cuda" if overlap is None else overlap)

@@ -23,18 +23,22 @@ from rhotrain.rollout.graphs import CudaCapture, DecodeGraphs
 from rhotrain.rollout.pools import Pools
 from rhotrain.rollout.sampler import Draw, HostDraw, SamplingPlan, draw_tokens
 from rhotrain.rollout.scheduler import Batch, Burst, Sequence
+from rhotrain.rollout.tape import DecodeTapes
 
 
 class Runner:
     """Runs batches and bursts over the pools of one engine. cuda_graphs: capture the decode step where the device is a
-    GPU."""
+    GPU. tapes: record it where it is a CPU."""
 
-    def __init__(self, loaded: LoadedModel, num_pages: int, page_size: int, *, cuda_graphs: bool = True) -> None:
+    def __init__(
+        self, loaded: LoadedModel, num_pages: int, page_size: int, *, cuda_graphs: bool = True, tapes: bool = True
+    ) -> None:
         self.loaded = loaded
         self.pools = Pools(loaded, num_pages, page_size)
         self.graphs: DecodeGraphs | None = None
         if cuda_graphs and loaded.device.type == "cuda":
             self.graphs = DecodeGraphs(self.pools, CudaCapture(loaded.device))
+        self.tapes = DecodeTapes(self.pools) if tapes and loaded.device.type == "cpu" else None
 
     @property
     def shares(self) -> bool:
@@ -46,11 +50,15 @@ class Runner:
         self.pools.allocate()
         if self.graphs is not None:
             self.graphs.check_addresses()
+        if self.tapes is not None:
+            self.tapes.check()
 
     def release(self) -> None:
         """Free the pool's tensors, the graphs that hold their addresses, and derived layouts of the weights."""
         if self.graphs is not None:
             self.graphs.drop()
+        if self.tapes is not None:
+            self.tapes.drop()
         self.pools.release()
         packed_weights(self.loaded).release()
 
@@ -118,6 +126,8 @@ class Runner:
         """One step of all rows; their newest tokens are then the drawn ones. short: rows below min_new_tokens."""
         if self.graphs is not None:
             logits_BV = self.graphs.logits(rows)
+        elif self.tapes is not None:
+            logits_BV = self.pools.logits(self.tapes.hidden(rows))
         else:
             logits_BV = decode_logits(self.pools, rows.inputs, rows.shared)
         draw = draw_tokens(logits_BV, rows.samples, rows.drawn, plan, short)

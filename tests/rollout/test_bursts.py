@@ -209,7 +209,7 @@ def test_the_work_in_python_does_not_grow_with_the_rows(room: str) -> None:
 def test_padding_ids_are_never_fed_back() -> None:
     """The ids of a burst go from the sampler to the model without passing the host, which would have noticed."""
     loaded = tiny_model("qwen2")
-    engine = Engine(loaded, num_pages=60)
+    engine = Engine(loaded, num_pages=60, tapes=False)
     seen: list[int] = []
     hidden = engine.runner.pools.hidden
 

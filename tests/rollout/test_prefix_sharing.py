@@ -34,7 +34,7 @@ def generate(
     **size: Any,
 ) -> tuple[Groups, Engine, int]:
     """The groups, the engine, and how many tokens the model has run."""
-    engine = Engine(loaded, **{"num_pages": 300, "page_size": 8, **size})
+    engine = Engine(loaded, tapes=False, **{"num_pages": 300, "page_size": 8, **size})
     run, hidden = 0, engine.runner.pools.hidden
 
     def count(context: Any, input_ids_T: torch.Tensor, position_ids_T: torch.Tensor) -> torch.Tensor:
