@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 
 from rhotrain.kernels.attention import AttentionBackend, attention_backend, varlen_attention
 from rhotrain.kernels.flash import AttentionChoice
+from rhotrain.kernels.gather import GatherPlan, gather_rows
 from rhotrain.kernels.paged_attention import PagedBatch, paged_attention, write_kv
 
 ATTENTION_NAME = "rhotrain"
@@ -72,7 +73,8 @@ class PackedContext:
     kv_index None: the keys are the packed tokens themselves (lens_k == lens_q).
     kv_index int64 [sum(lens_k)]: which packed token each key is. A completion that shares its prompt lists
     the prompt's tokens and then its own, so the prompt is computed once and its gradient is the sum over the
-    group. cu_q, cu_k: int32 [n + 1] start offsets on the device of the tokens.
+    group. gather: its plan, for the deterministic backward pass. cu_q, cu_k: int32 [n + 1] start offsets on the
+    device of the tokens.
     """
 
     lens_q: tuple[int, ...]
@@ -80,6 +82,7 @@ class PackedContext:
     kv_index: Tensor | None
     cu_q: Tensor
     cu_k: Tensor
+    gather: GatherPlan | None = None
 
     @classmethod
     def make(
@@ -109,7 +112,8 @@ class PackedContext:
             raise ValueError(f"PackedContext: kv_index has {kv_index.numel()} entries; need sum(lens_k) = {sum(keys)}")
         if device is None and kv_index is not None:
             device = kv_index.device
-        return cls(queries, keys, kv_index, _cumulative(queries, device), _cumulative(keys, device))
+        plan = None if kv_index is None else GatherPlan.of(kv_index, sum(queries))
+        return cls(queries, keys, kv_index, _cumulative(queries, device), _cumulative(keys, device), plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +275,9 @@ def _packed(context: PackedContext, q_THD: Tensor, k_THD: Tensor, v_THE: Tensor,
     if q_THD.shape[0] != sum(context.lens_q):
         raise ValueError(f"PackedContext describes {sum(context.lens_q)} tokens, the model was given {q_THD.shape[0]}")
     if context.kv_index is not None:
-        k_THD = k_THD.index_select(0, context.kv_index)
-        v_THE = v_THE.index_select(0, context.kv_index)
+        assert context.gather is not None
+        k_THD = gather_rows(k_THD, context.gather)
+        v_THE = gather_rows(v_THE, context.gather)
     return varlen_attention(
         q_THD,
         k_THD,
