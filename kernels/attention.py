@@ -69,6 +69,35 @@ def causal_mask(m: int, n: int, window: int | None, device: torch.device) -> Ten
     return mask if window is None or window >= n else mask.triu(n - m - window + 1)
 
 
+class SegmentMasks:
+    """Additive masks of segments, one tensor for all that have the same number of keys before their first query.
+
+    A segment of m queries over n keys takes the corner [:m, :n] of it. SDPA keeps its mask for the backward pass, and
+    turns a bool mask into a float one of its own at every call: 32 completions of 1024 tokens after prompts of 512, 30
+    layers, were 6 GB of masks. Make one per micro-batch and hand it to every layer.
+    """
+
+    def __init__(self) -> None:
+        self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
+
+    def get(self, m: int, n: int, longest: int, window: int | None, like: Tensor) -> Tensor | None:
+        """[m,n] in the type and on the device of `like`: 0 where a query sees a key, -inf elsewhere; None when every
+        query sees all keys. longest: most queries of any segment with n - m keys before them."""
+        if m == 1 and (window is None or window >= n):
+            return None
+        key = (n - m, window, like.dtype)
+        mask = self._masks.get(key)
+        if mask is None or len(mask) < longest:
+            columns = longest + n - m
+            # Rows 16 numbers apart, whatever their length: SDPA on CUDA copies a mask that is not aligned.
+            mask = like.new_full((longest, -(-columns // 16) * 16), -torch.inf)
+            seen = causal_mask(longest, columns, window, like.device)
+            assert seen is not None
+            mask[:, :columns].masked_fill_(seen, 0.0)
+            self._masks[key] = mask
+        return mask[:m, :n]
+
+
 def dense_attention(
     q_BHMD: Tensor,
     k_BGND: Tensor,
@@ -83,7 +112,7 @@ def dense_attention(
 ) -> Tensor:
     """Attention over a dense batch: G key heads serve H query heads; returns [B,H,M,E].
 
-    mask: bool, broadcastable to [B,1,M,N], True where a query sees a key; None for all.
+    mask: broadcastable to [B,1,M,N]: bool, True where a query sees a key, or numbers added to the scores; None for all.
     is_causal: the lower triangle instead (M == N), without softcap or sinks.
     SDPA where it can express the call, explicit maths in float32 or wider otherwise.
     """
@@ -105,7 +134,7 @@ def dense_attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
         sink = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, m, 1)
         scores = torch.cat((scores, sink), dim=3)
@@ -125,6 +154,7 @@ def _sdpa_loop(
     softcap: float | None,
     sinks: Tensor | None,
     dropout: float,
+    masks: SegmentMasks,
 ) -> Tensor:
     """One attention call per segment. `split` instead of slices: the backward of n slices fills n buffers of size T."""
     explicit = softcap is not None or sinks is not None
@@ -134,14 +164,14 @@ def _sdpa_loop(
         k_SKD.transpose(0, 1)[None].split(lens_k, 2),
         v_SKE.transpose(0, 1)[None].split(lens_k, 2),
     )
-    masks: dict[tuple[int, int], Tensor | None] = {}
+    longest: dict[int, int] = {}
+    for m, n in zip(lens_q, lens_k):
+        longest[n - m] = max(m, longest.get(n - m, 1))
     out = []
     for q, k, v in segments:
         m, n = q.shape[2], k.shape[2]
         is_causal = m == n and m > 1 and (window is None or window >= n) and not explicit
-        if not is_causal and (m, n) not in masks:
-            masks[m, n] = causal_mask(m, n, window, q.device)
-        mask = None if is_causal else masks[m, n]
+        mask = None if is_causal else masks.get(m, n, longest[n - m], window, q)
         out.append(dense_attention(q, k, v, mask, is_causal=is_causal, **options))
     return torch.cat(out, 2)[0].transpose(0, 1)
 
@@ -167,6 +197,7 @@ def varlen_attention(
     lens_q: tuple[int, ...] | None = None,
     lens_k: tuple[int, ...] | None = None,
     backend: AttentionChoice = "auto",
+    masks: SegmentMasks | None = None,
 ) -> Tensor:
     """Causal attention of each segment's queries over its own keys: [T,H,E], differentiable in q, k, v and sinks.
 
@@ -174,6 +205,7 @@ def varlen_attention(
     scale: factor of the scores. window: keys a query sees at most, its own included. softcap, sinks [H]: see above.
     dropout: probability that a weight is dropped; other masks at every call, the same after the same torch.manual_seed.
     lens_q, lens_k: the lengths as Python numbers, so that the SDPA path need not read cu_q and cu_k back.
+    masks: what the SDPA path made for this micro-batch in an earlier layer; kept and reused.
     backend: "reference" takes the SDPA loop everywhere; "auto" and names of libraries what `attention_backend` says.
 
     ValueError: a dropout outside of [0, 1), a backend that cannot run the call, more queries than keys in a segment, or
@@ -197,6 +229,5 @@ def varlen_attention(
         raise ValueError(
             "cu_q, cu_k: a segment has more queries than keys; causal alignment needs a key for every query"
         )
-    return _sdpa_loop(
-        q_THD, k_SKD, v_SKE, m, n, scale=scale, window=window, softcap=softcap, sinks=sinks, dropout=dropout
-    )
+    options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "dropout": dropout}
+    return _sdpa_loop(q_THD, k_SKD, v_SKE, m, n, masks=SegmentMasks() if masks is None else masks, **options)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from rhotrain.kernels.attention import AttentionBackend, attention_backend, varlen_attention
+from rhotrain.kernels.attention import AttentionBackend, SegmentMasks, attention_backend, varlen_attention
 from rhotrain.kernels.flash import AttentionChoice
 from rhotrain.kernels.gather import GatherPlan, gather_rows
 from rhotrain.kernels.paged_attention import PagedBatch, paged_attention, write_kv
@@ -73,8 +73,8 @@ class PackedContext:
     kv_index None: the keys are the packed tokens themselves (lens_k == lens_q).
     kv_index int64 [sum(lens_k)]: which packed token each key is. A completion that shares its prompt lists
     the prompt's tokens and then its own, so the prompt is computed once and its gradient is the sum over the
-    group. gather: its plan, for the deterministic backward pass. cu_q, cu_k: int32 [n + 1] start offsets on the
-    device of the tokens.
+    group. gather: its plan, for the deterministic backward pass. masks: of SDPA, the same for all layers.
+    cu_q, cu_k: int32 [n + 1] start offsets on the device of the tokens.
     """
 
     lens_q: tuple[int, ...]
@@ -83,6 +83,7 @@ class PackedContext:
     cu_q: Tensor
     cu_k: Tensor
     gather: GatherPlan | None = None
+    masks: SegmentMasks = field(default_factory=SegmentMasks, repr=False, compare=False)
 
     @classmethod
     def make(
@@ -288,6 +289,7 @@ def _packed(context: PackedContext, q_THD: Tensor, k_THD: Tensor, v_THE: Tensor,
         max_k=max(context.lens_k),
         lens_q=context.lens_q,
         lens_k=context.lens_k,
+        masks=context.masks,
         **options,
     )
 
