@@ -11,9 +11,6 @@ the body once, not by their names. The first computes the merged product, the ot
 Inside `using()` the `forward` of module instances is replaced, never that of a class; outside nothing differs.
 """
 
-import ctypes
-import mmap
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,13 +40,6 @@ of half of the elements goes unseen once in 130,000 times."""
 
 TRIAL_TOKENS = 8
 """Length of the sequence on which siblings are found."""
-
-PAGE = mmap.PAGESIZE
-MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
-"""Linux, mman.h: use huge pages in this range; do it now (from 6.1 on)."""
-
-HUGE_PAGE_SECONDS = 0.1
-"""What looking for huge pages may take, per packing."""
 
 Stamp = tuple[int, tuple[tuple[int, int, torch.dtype], ...]]
 
@@ -274,7 +264,6 @@ class PackedWeights:
     def _pack_all(self, head: Head) -> None:
         """Pack everything; equal groups of weights once."""
         done: dict[tuple[tuple[int, torch.Size], ...], Tensor] = {}
-        pages = _HugePages()
         for product in self._find():
             weights = [_weight(module) for module in product.modules]
             if any(weight.dtype != self.loaded.dtype for weight in weights):
@@ -283,12 +272,10 @@ class PackedWeights:
             key = tuple((weight.data_ptr(), weight.shape) for weight in weights)
             if key not in done:
                 done[key] = _pack(weights[0] if len(weights) == 1 else torch.cat(weights))
-                pages.ask_for(done[key])
             product.fill(done[key])
         if head.weight.numel() >= self.min_elements:
             # float32 for bfloat16 weights too: Head.logits multiplies in float32 on a CPU.
             self._head = _pack(head.weight.float())
-            pages.ask_for(self._head)
 
 
 _PACKED: WeakKeyDictionary[LoadedModel, PackedWeights] = WeakKeyDictionary()
@@ -320,33 +307,9 @@ def _bias(module: nn.Module) -> Tensor | None:
 
 
 def _pack(weight: Tensor) -> Tensor:
+    # Pages of 2 MiB would make products of 16 rows 7 % faster, but finding them takes 0.1 to 0.8 s for 513 MB, each time:
+    # more than a rollout gains.
     return torch.ops.mkldnn._reorder_linear_weight.default(weight, PACK_ROWS)
-
-
-class _HugePages:
-    """Lets Linux put packed weights into pages of 2 MiB: a decode step reads all of them once, and 60 matrices of
-    576 x 3072 took 401 us each at 16 rows with small pages, 372 with large ones. Only asked for: where the kernel says
-    no nothing changes.
-
-    Finding such pages takes 0.07 s for 513 MB, but 0.8 s where the memory is in pieces; so each packing stops asking
-    after HUGE_PAGE_SECONDS.
-    """
-
-    def __init__(self) -> None:
-        self.left = HUGE_PAGE_SECONDS if sys.platform.startswith("linux") else 0.0
-
-    def ask_for(self, packed: Tensor) -> None:
-        """For one packed weight."""
-        if self.left <= 0.0 or not hasattr(torch.ops.mkldnn, "data_ptr"):
-            return
-        since = perf_counter()
-        start, size = int(torch.ops.mkldnn.data_ptr(packed)), int(torch.ops.mkldnn._nbytes(packed))
-        first, end = -(-start // PAGE) * PAGE, (start + size) // PAGE * PAGE
-        if end > first:
-            libc = ctypes.CDLL(None)
-            for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):
-                libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), advice)
-        self.left -= perf_counter() - since
 
 
 def _linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
