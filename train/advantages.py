@@ -6,8 +6,12 @@
 `batch` divides by the std of all scorable rewards (ScaleRL, arXiv 2510.13786). NaN marks an unscorable completion: it
 is left out of mean and std and gets advantage 0. A group whose scorable rewards are all equal (one lone scorable reward
 is such a group) has advantages of exactly 0: subtracting a rounded mean would leave 1e-17, which 1 / eps makes larger.
+
+With several rewards `combined_advantages` normalises each of them in its group before they are added (GDPO, arXiv
+2601.05242): otherwise a reward of wide spread drowns one of narrow spread.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +19,9 @@ import torch
 from torch import Tensor
 
 from rhotrain.train.config import AdvantageScale
+
+ROUNDING = 1e-12
+"""A sum of normalised rewards, numbers of size 1, below this is 0 up to rounding."""
 
 
 @dataclass(frozen=True)
@@ -68,3 +75,37 @@ def group_advantages(
             centred = centred / (batch_std + eps)
         values[p, ok] = centred
     return Advantages(values, (values != 0).any(dim=1), group_std)
+
+
+def combined_advantages(
+    parts: Mapping[str, Tensor],
+    weights: Mapping[str, float],
+    *,
+    std: Literal["sample", "population"] = "sample",
+    eps: float = 1e-4,
+) -> Advantages:
+    """Advantages of several rewards, each normalised by itself (GDPO, arXiv 2601.05242, section 3.1; TRL's
+    `normalize_then_sum`).
+
+        S[p, g] = sum over k of w_k (r_k[p, g] - mean of group p) / (std of group p + eps)
+        A = S / (std of S over the batch + eps)
+
+    parts: float [P, G] per reward; those of weight 0 are left out. A completion that one of the others could not score
+    (NaN) has advantage 0 and stays out of every mean and std. The mean of S over the batch, which the paper subtracts,
+    is 0 already: each group's sum is. group_std_P: the spread of each group's weighted sum.
+    Raises ValueError when no weight differs from 0, and as `group_advantages` does.
+    """
+    counted = {name: part.detach().to(device="cpu", dtype=torch.float64) for name, part in parts.items()}
+    counted = {name: part for name, part in counted.items() if weights[name] != 0}
+    if not counted:
+        raise ValueError(f"weights: all of {dict(weights)} are 0; at least one reward must count")
+    total_PG = sum((weights[name] * part for name, part in counted.items()), torch.zeros(()))
+    unscorable = total_PG.isnan()
+    values = torch.zeros_like(total_PG)
+    for name, part in counted.items():
+        values += weights[name] * group_advantages(part.masked_fill(unscorable, torch.nan), std=std, eps=eps).values_PG
+    values[values.abs() < ROUNDING] = 0.0  # rewards that cancel
+    if bool((values != 0).any()):
+        values = values / (_std(values[~unscorable], std) + eps)
+    plain = group_advantages(total_PG, std=std, eps=eps)
+    return Advantages(values, (values != 0).any(dim=1), plain.group_std_P)

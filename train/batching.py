@@ -208,16 +208,23 @@ class MicroBatch:
         return len(self.input_ids)
 
 
+def packed_tokens(table: TokenTable, trajectory: int, *, with_prompt: bool) -> int:
+    """Inputs that a trajectory adds to a micro-batch; without its prompt where a shared one stands there already."""
+    one = table.trajectories[trajectory]
+    return one.num_tokens - 1 + (len(one.prompt_ids) if with_prompt else 0)
+
+
+def longest_trajectory(table: TokenTable, trajectories: Iterable[int]) -> int:
+    """Packed tokens of the longest of them, prompt included; no budget can be smaller. 0 of none."""
+    return max((packed_tokens(table, i, with_prompt=True) for i in trajectories), default=0)
+
+
 class _Packer:
-    """Collects segments until a micro-batch is full."""
+    """Collects the segments of one micro-batch."""
 
     def __init__(self, table: TokenTable, share_prompts: bool) -> None:
         self.table = table
         self.share_prompts = share_prompts
-        self.clear()
-
-    def clear(self) -> None:
-        self.num_tokens = 0
         self.ids: list[int] = []
         self.positions: list[int] = []
         self.segments: list[tuple[int, range, range]] = []  # (queries, prompt keys, own keys)
@@ -225,15 +232,9 @@ class _Packer:
         self.table_rows: list[int] = []
         self.prompts: dict[int, range] = {}
 
-    def cost(self, i: int) -> int:
-        trajectory = self.table.trajectories[i]
-        shared = self.share_prompts and trajectory.group in self.prompts
-        return trajectory.num_tokens - 1 + (0 if shared else len(trajectory.prompt_ids))
-
     def add(self, i: int) -> None:
         trajectory = self.table.trajectories[i]
         prompt, own = trajectory.prompt_ids, trajectory.completion.token_ids[:-1]
-        self.num_tokens += self.cost(i)
         if not self.share_prompts:
             start = self._append(prompt + own, 0)
             self.segments.append((len(prompt) + len(own), range(0), range(start, start + len(prompt) + len(own))))
@@ -262,7 +263,7 @@ class _Packer:
     def finish(self) -> MicroBatch:
         gathers = any(len(prompt_keys) for _, prompt_keys, _ in self.segments)
         index = [k for _, prompt_keys, own in self.segments for k in (*prompt_keys, *own)] if gathers else None
-        batch = MicroBatch(
+        return MicroBatch(
             input_ids=torch.tensor(self.ids, dtype=torch.int64),
             position_ids=torch.tensor(self.positions, dtype=torch.int64),
             lens_q=tuple(queries for queries, _, _ in self.segments),
@@ -271,28 +272,51 @@ class _Packer:
             hidden_rows=torch.tensor(self.hidden_rows, dtype=torch.int64),
             table_rows=torch.tensor(self.table_rows, dtype=torch.int64),
         )
-        self.clear()
-        return batch
+
+
+def make_batch(table: TokenTable, trajectories: Iterable[int], *, share_prompts: bool = True) -> MicroBatch:
+    """The packed inputs of these trajectories together, in the order given."""
+    packer = _Packer(table, share_prompts)
+    for i in trajectories:
+        packer.add(i)
+    return packer.finish()
+
+
+def split_in_order(
+    table: TokenTable, trajectories: Iterable[int], *, token_budget: int, share_prompts: bool = True
+) -> list[list[int]]:
+    """`trajectories`, in the order given, cut where the next one would exceed `token_budget` packed tokens.
+
+    Raises ValueError when one trajectory alone is longer than the budget.
+    """
+    parts: list[list[int]] = []
+    prompts: set[int] = set()
+    used = 0
+    for i in trajectories:
+        group = table.trajectories[i].group
+        more = packed_tokens(table, i, with_prompt=not (share_prompts and group in prompts))
+        if not parts or used + more > token_budget:
+            parts.append([])
+            prompts, used = set(), 0
+            more = packed_tokens(table, i, with_prompt=True)
+        if more > token_budget:
+            raise ValueError(
+                f"token_budget: {token_budget} is less than the {more} tokens of one prompt and completion; "
+                "raise token_budget or lower max_prompt_tokens and max_new_tokens"
+            )
+        parts[-1].append(i)
+        prompts.add(group)
+        used += more
+    return parts
 
 
 def pack(
     table: TokenTable, trajectories: Iterable[int], *, token_budget: int, share_prompts: bool = True
 ) -> list[MicroBatch]:
     """Micro-batches of at most `token_budget` packed tokens, in the order given; a group may be split over several.
+    Training packs by cost (balance.py).
 
     Raises ValueError when one trajectory alone is longer than the budget.
     """
-    packer = _Packer(table, share_prompts)
-    batches: list[MicroBatch] = []
-    for i in trajectories:
-        if packer.num_tokens and packer.num_tokens + packer.cost(i) > token_budget:
-            batches.append(packer.finish())
-        if packer.cost(i) > token_budget:
-            raise ValueError(
-                f"token_budget: {token_budget} is less than the {packer.cost(i)} tokens of one prompt and completion; "
-                "raise token_budget or lower max_prompt_tokens and max_new_tokens"
-            )
-        packer.add(i)
-    if packer.num_tokens:
-        batches.append(packer.finish())
-    return batches
+    parts = split_in_order(table, trajectories, token_budget=token_budget, share_prompts=share_prompts)
+    return [make_batch(table, part, share_prompts=share_prompts) for part in parts]

@@ -28,6 +28,17 @@ ACTS_WHEN: dict[str, tuple[Callable[[Config], bool], str]] = {
     ),
     "ratio_min": (lambda c: c.algo.objective == "cispo", "it acts with objective cispo only; grpo takes clip_low"),
     "ratio_max": (lambda c: c.algo.objective == "cispo", "it acts with objective cispo only; grpo takes clip_high"),
+    "dual_clip": (lambda c: c.algo.objective == "grpo", "it acts with objective grpo only"),
+    "sapo_tau_pos": (lambda c: c.algo.objective == "sapo", "it acts with objective sapo only"),
+    "sapo_tau_neg": (lambda c: c.algo.objective == "sapo", "it acts with objective sapo only"),
+    "overlong_penalty": (
+        lambda c: c.reward.overlong_buffer > 0,
+        "overlong_buffer is 0, so no completion is overlong; set it",
+    ),
+    "reward_aggregation": (
+        lambda c: len(c.reward.rewards) + (c.reward.overlong_buffer > 0) > 1,
+        "there is one reward, which is normalised either way; name a second one in rewards",
+    ),
     "kl": (lambda c: c.algo.beta > 0, "without beta there is no KL in the loss; set beta above 0"),
     "ref_model": (
         lambda c: c.algo.beta > 0 or c.algo.kl_in_reward > 0,

@@ -290,7 +290,7 @@ def _engine(loaded: "LoadedModel", layer: Layer, lengths: Sequence[int], n: int,
         loaded,
         num_pages=affordable_pages(loaded, wanted, page_size, int(_value(layer, "kv_memory_gib") * 2**30)),
         page_size=page_size,
-        max_batch_tokens=_value(layer, "max_batch_tokens"),
+        max_batch_tokens=_value(layer, "max_batch_tokens") or None,
         max_running=running,
         cuda_graphs=_value(layer, "cuda_graphs"),
     )

@@ -102,6 +102,11 @@ class ModelConfig:
             self.quantize_base,
             "4-bit weights cannot be trained themselves; set lora_rank or adapter",
         )
+        # Refused, since nothing reads them: ignored, they would train all weights of a run that asked for an adapter.
+        for name in ("lora_rank", "adapter", "lora_alpha", "lora_targets", "quantize_base"):
+            default = type(self).__dataclass_fields__[name].default
+            value = getattr(self, name)
+            need(value == default, name, value, f"LoRA is not available yet; leave it at {default!r}")
         need(
             not (self.offload_activations and not self.gradient_checkpointing),
             "offload_activations",
@@ -211,8 +216,8 @@ class RolloutConfig:
     """Size of the KV pool in GiB; 0 takes what one rollout needs, at most a quarter of the free memory."""
     page_size: int = 16
     """Tokens per KV page."""
-    max_batch_tokens: int = 4096
-    """Most tokens that one engine step runs (chunked prefill)."""
+    max_batch_tokens: int = 0
+    """Most tokens that one engine step runs (chunked prefill); 0 takes 4096 on a GPU and 1536 on a CPU."""
     max_running: int = 256
     """Most sequences that decode together."""
     cuda_graphs: bool = True
@@ -225,9 +230,10 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         need(self.decode_threads >= -1, "decode_threads", self.decode_threads, "need a count >= 1, 0 or -1 (measure)")
-        for name in ("prompts_per_step", "page_size", "max_batch_tokens", "max_running"):
+        for name in ("prompts_per_step", "page_size", "max_running"):
             need(getattr(self, name) >= 1, name, getattr(self, name), "need at least 1")
         need(self.group_size >= 1, "group_size", self.group_size, "need at least 1")
+        need(self.max_batch_tokens >= 0, "max_batch_tokens", self.max_batch_tokens, "need tokens >= 1, or 0 to choose")
         need(self.max_staleness >= 0, "max_staleness", self.max_staleness, "need a count of optimiser steps >= 0")
         need(
             self.temperature > 0.0,
@@ -388,6 +394,13 @@ class Config:
 
     def _check_staleness(self) -> None:
         allowed, updates = self.rollout.max_staleness, self.algo.updates_per_rollout
+        need(
+            not (self.algo.dynamic_sampling and self.rollouts_ahead),
+            "dynamic_sampling",
+            self.algo.dynamic_sampling,
+            "with max_staleness a rollout is scored long after it was drawn, and newer weights than those of its other "
+            "groups would draw what replaces some; set max_staleness or dynamic_sampling to 0",
+        )
         need(
             allowed == 0 or allowed >= updates,
             "max_staleness",

@@ -9,19 +9,30 @@ numerator of an off-policy correction, and, where the current forward has dropou
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from rhotrain.kernels.spec import Objective
 from rhotrain.model.load import LoadedModel
-from rhotrain.train.batching import MicroBatch, TokenTable, pack, token_weights
+from rhotrain.train.balance import StepCost, pack_balanced
+from rhotrain.train.batching import MicroBatch, TokenTable, longest_trajectory, token_weights
 from rhotrain.train.budget import Budget, Difference
 from rhotrain.train.config import AlgoConfig, OptimConfig
 from rhotrain.train.correction import importance_weights
-from rhotrain.train.metrics import Metrics, approximate_kl, correction_metrics, mismatch_metrics, update_metrics
+from rhotrain.train.metrics import (
+    Metrics,
+    approximate_kl,
+    correction_metrics,
+    mismatch_metrics,
+    selection_metrics,
+    update_metrics,
+)
 from rhotrain.train.optim import Optimizer, StepError, learning_rate
+from rhotrain.train.selection import select_tokens, selects
 from rhotrain.train.step import TokenResults, run_batches, score
+from rhotrain.train.token_budget import TokenBudget
 
 
 @dataclass
@@ -48,6 +59,12 @@ class Learner:
     def __post_init__(self) -> None:
         self.objective: Objective = self.algo.spec()
         self.anchor = self.algo.anchor(exact=self.loaded.full_precision)
+        self.token_budget = TokenBudget(self.optim.token_budget)
+
+    @cached_property
+    def cost(self) -> StepCost:
+        """What a micro-batch is estimated to cost."""
+        return StepCost.of(self.loaded)
 
     @property
     def other_loss_terms(self) -> bool:
@@ -70,7 +87,50 @@ class Learner:
         return True
 
     def pack(self, table: TokenTable, trajectories: list[int]) -> list[MicroBatch]:
-        return pack(table, trajectories, token_budget=self.optim.token_budget, share_prompts=self.optim.share_prompts)
+        """The micro-batches of one optimiser step, even in cost, under the token budget as it stands."""
+        return pack_balanced(
+            table,
+            trajectories,
+            token_budget=self.token_budget.tokens,
+            share_prompts=self.optim.share_prompts,
+            cost=self.cost,
+        )
+
+    def score(
+        self,
+        table: TokenTable,
+        trajectories: list[int],
+        *,
+        loaded: LoadedModel | None = None,
+        who: str = "the trainer",
+        entropies: Tensor | None = None,
+    ) -> Tensor:
+        """`step.score` of these trajectories under `loaded` (default: the policy); the token budget falls when memory
+        runs out. Raises ConfigError when one trajectory alone does not fit."""
+        model = loaded or self.loaded
+        return self.token_budget.attempt(
+            lambda: self.pack(table, trajectories),
+            lambda batches: score(model, table, batches, temperature=self.temperature, who=who, entropies=entropies),
+            longest=longest_trajectory(table, trajectories),
+        )
+
+    def backward(self, table: TokenTable, trajectories: list[int], weights: Tensor) -> TokenResults:
+        """Forward and backward passes of one optimiser step (see `run_batches`). When memory runs out, its gradients
+        are dropped and it starts anew with a lower token budget: the result is that of another split.
+        Raises ConfigError when one trajectory alone does not fit."""
+
+        def work(batches: list[MicroBatch]) -> TokenResults:
+            results = TokenResults.empty(len(table.token_ids), table.dtype)
+            objective, temperature = self.objective, self.temperature
+            run_batches(self.loaded, table, batches, weights, objective, results, temperature=temperature)
+            return results
+
+        return self.token_budget.attempt(
+            lambda: self.pack(table, trajectories),
+            work,
+            longest=longest_trajectory(table, trajectories),
+            undo=self.optimizer.zero_grad,
+        )
 
     @property
     def ratio_holds_movement(self) -> bool:
@@ -87,11 +147,27 @@ class Learner:
         running = [i for i in range(len(table.trajectories)) if self.runs(table, i)]
         frozen = None
         if self.scores_frozen:
-            frozen = score(self.loaded, table, self.pack(table, running), temperature=self.temperature)
+            frozen = self.score(table, running)
         table.old_logprobs = {"fresh": None, "sampler": table.sampling_logprobs, "trainer": frozen}[self.anchor]
         importance = None if frozen is None else importance_weights(table, frozen, running, self.algo)
         table.importance = None if importance is None else importance.weights
-        return Prepared(frozen, running, correction_metrics(importance))
+        return Prepared(frozen, running, correction_metrics(importance), table.importance)
+
+    def select(self, table: TokenTable, trajectories: list[int], prepared: "Prepared", *, first: bool) -> Metrics:
+        """Take out of the policy term what `off_policy_mask` and `top_entropy` name, by the weights as they are now.
+
+        trajectories: those that run in this optimiser step. first: no update has been taken since `prepare`.
+        Writes table.importance; returns the update's metrics, empty when neither rule is on.
+        """
+        if not selects(self.algo):
+            return {}
+        entropies = torch.zeros_like(table.sampling_logprobs) if self.algo.top_entropy < 1.0 else None
+        logprobs = prepared.frozen if first and entropies is None else None
+        if logprobs is None:
+            logprobs = self.score(table, trajectories, entropies=entropies)
+        chosen = select_tokens(table, trajectories, logprobs, entropies, self.algo)
+        table.importance = chosen.apply(prepared.importance).to(table.dtype)
+        return selection_metrics(chosen, table, trajectories)
 
     def check_numerics(self, table: TokenTable, difference: Difference) -> tuple[str, ...]:
         """What of `difference`, logprobs - sampling_logprobs at a rollout's first update, exceeds the budget.
@@ -113,11 +189,12 @@ class Learner:
 @dataclass(frozen=True)
 class Prepared:
     """frozen: [N] logprobs under the frozen weights in the rows of the trajectories `running`, None when they were not
-    needed. correction: metrics of the importance weights."""
+    needed. correction: metrics of the importance weights. importance: [N] those weights, None without a correction."""
 
     frozen: Tensor | None
     running: list[int]
     correction: Metrics
+    importance: Tensor | None = None
 
 
 @dataclass
@@ -172,6 +249,7 @@ def run_updates(
         chosen = set(groups)
         members = [i for i, t in enumerate(table.trajectories) if t.group in chosen]
         running = [i for i in members if learner.runs(table, i)]
+        selection = learner.select(table, running, prepared, first=not done.updates) if running else {}
         signal = learner.other_loss_terms or any(_has_signal(table, i) for i in running)
         if not running or not signal:
             done.skipped += 1
@@ -182,16 +260,7 @@ def run_updates(
             aggregation=learner.algo.aggregation,
             max_new_tokens=learner.max_new_tokens,
         )
-        results = TokenResults.empty(len(table.token_ids), table.dtype)
-        run_batches(
-            learner.loaded,
-            table,
-            learner.pack(table, running),
-            weights,
-            learner.objective,
-            results,
-            temperature=learner.temperature,
-        )
+        results = learner.backward(table, running, weights)
         if not done.mismatch:
             _compare(learner, table, results.logprobs, running, prepared, done)
         if 0.0 < learner.algo.kl_stop < approximate_kl(table, results):
@@ -200,7 +269,7 @@ def run_updates(
             done.skipped += len(plan) - index
             break
         lr = learning_rate(learner.optim, learner.updates, learner.total_updates)
-        metrics = update_metrics(table, results)
+        metrics = update_metrics(table, results) | selection
         metrics |= {"grad_norm": learner.optimizer.step(lr), "learning_rate": lr}
         learner.updates += 1
         learner.loaded.policy_version += 1

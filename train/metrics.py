@@ -15,6 +15,7 @@ from rhotrain.train.advantages import Advantages
 from rhotrain.train.batching import TokenTable
 from rhotrain.train.budget import Difference
 from rhotrain.train.correction import Importance, effective_sample_size, sequence_log_weights
+from rhotrain.train.selection import Selection
 from rhotrain.train.step import TokenResults
 
 Metrics = dict[str, Any]
@@ -95,6 +96,18 @@ def correction_metrics(importance: Importance | None) -> Metrics:
         "correction/weight_max": float(importance.raw.max()),
         "correction/share_cut": _mean(importance.cut.double()),
     }
+
+
+def selection_metrics(selection: Selection, table: TokenTable, trajectories: Sequence[int]) -> Metrics:
+    """What the off-policy mask and top_entropy left of the policy term of one optimiser step."""
+    rows = torch.cat([torch.arange(table.starts[i], table.starts[i + 1]) for i in trajectories])
+    metrics: Metrics = {
+        "selection/tokens_kept": _mean(selection.keep[rows].double()),
+        "selection/off_policy_completions": selection.off_policy,
+    }
+    if selection.threshold is not None:
+        metrics["selection/entropy_threshold"] = selection.threshold
+    return metrics
 
 
 def approximate_kl(table: TokenTable, results: TokenResults) -> float:

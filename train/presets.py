@@ -36,7 +36,11 @@ BOUNDS_UNUSED = "not used by grpo"
 
 
 def _algorithm(name: str, summary: str, left_out: str, **values: tuple[Any, str]) -> Preset:
-    return Preset(name=name, kind="algorithm", summary=summary, values=values, left_out=left_out)
+    common: dict[str, tuple[Any, str]] = {
+        "ratio_level": ("token", "one ratio per token"),
+        "dynamic_sampling": (0, "no such sampling in the source"),
+    }
+    return Preset(name=name, kind="algorithm", summary=summary, values=common | values, left_out=left_out)
 
 
 DEEPSEEK_GRPO = _algorithm(
@@ -62,9 +66,8 @@ DEEPSEEK_GRPO = _algorithm(
 DAPO = _algorithm(
     "dapo",
     "Decoupled clip, token-level loss, no KL (arXiv 2503.14476)",
-    "Dynamic sampling draws until the batch is full of groups with signal; zero_variance=filter takes the others out "
-    "of numerator and denominator and draws no new ones. Soft overlong punishment (eq. 13) is a reward: see `length`. "
-    "G = 16, 512 prompts, 16 updates per rollout, lr 1e-6 (section 4.1).",
+    "Soft overlong punishment (eq. 13) depends on the length: overlong_buffer = max_new_tokens / 5 (section 4.1: "
+    "4096 of 20480), with mask_truncated off. G = 16, 512 prompts, 16 updates per rollout, lr 1e-6 (section 4.1).",
     objective=("grpo", "eq. 8"),
     clip_low=(0.2, "section 4.1"),
     clip_high=(0.28, "section 4.1 (clip-higher, section 3.1)"),
@@ -77,6 +80,7 @@ DAPO = _algorithm(
     advantage_std=("sample", f"{OURS}: the paper does not say which std; verl's, on which it is built"),
     advantage_eps=(1e-4, EPS_OURS),
     zero_variance=("filter", "eq. 8: 0 < number of right answers < G (section 3.2)"),
+    dynamic_sampling=(4, f"section 3.2: draws until the batch is full; {OURS}: at most 4 times"),
     mask_truncated=(True, "section 3.4: overlong filtering"),
 )
 
@@ -97,6 +101,46 @@ DR_GRPO = _algorithm(
     advantage_eps=(1e-4, "not used: no scaling"),
     zero_variance=("skip", "no filter in the paper; skip keeps the gradient"),
     mask_truncated=(False, "train_zero_math.py: ignore_no_eos is an option, off unless asked for"),
+)
+
+GSPO = _algorithm(
+    "gspo",
+    "One ratio per completion, clipped in a narrow band (arXiv 2507.18071)",
+    "Four minibatches per rollout (section 5.1): with one update the clip has nothing to act on. The KL term is left "
+    "out of the paper's formulas for brevity.",
+    objective=("grpo", "eq. 5: min(s A, clip(s) A)"),
+    ratio_level=("sequence", "eq. 7: s = exp of the mean log-ratio"),
+    clip_low=(3e-4, "section 5.1"),
+    clip_high=(4e-4, "section 5.1"),
+    ratio_min=(0.0, BOUNDS_UNUSED),
+    ratio_max=(5.0, BOUNDS_UNUSED),
+    kl=("k3", "not used: beta is 0"),
+    beta=(0.0, f"{OURS}: the paper leaves the KL term out of its formulas"),
+    aggregation=("sequence", "eq. 5: 1/G sum_i, one term per completion"),
+    advantage_scale=("group", "eq. 6: (r - mean) / std"),
+    advantage_std=("sample", f"{OURS}: the paper does not say which std; TRL's and verl's"),
+    advantage_eps=(1e-4, EPS_OURS),
+    zero_variance=("skip", "no filter in the paper; skip keeps the gradient"),
+    mask_truncated=(False, "no such mask in the paper"),
+)
+
+SAPO = _algorithm(
+    "sapo",
+    "A smooth gate in place of the clip (arXiv 2511.20347)",
+    "Its temperatures are the defaults of sapo_tau_pos and sapo_tau_neg, 1 and 1.05, as the paper has them.",
+    objective=("sapo", "the paper's gate: sigmoid(tau (r - 1)) 4 / tau"),
+    clip_low=(0.2, "not used by sapo"),
+    clip_high=(0.2, "not used by sapo"),
+    ratio_min=(0.0, "not used by sapo"),
+    ratio_max=(5.0, "not used by sapo"),
+    kl=("k3", "not used: beta is 0"),
+    beta=(0.0, f"{OURS}: the paper's objective has no KL term"),
+    aggregation=("sequence", "the paper's objective: 1/G sum_i 1/|y_i| sum_t"),
+    advantage_scale=("group", "as GRPO: (r - mean) / std"),
+    advantage_std=("sample", f"{OURS}: the paper does not say which std; TRL's and verl's"),
+    advantage_eps=(1e-4, EPS_OURS),
+    zero_variance=("skip", "no filter in the paper; skip keeps the gradient"),
+    mask_truncated=(False, "no such mask in the paper"),
 )
 
 _MINIMIND: dict[str, tuple[Any, str]] = {
@@ -142,7 +186,7 @@ MINIMIND_CISPO = _algorithm(
 MINIMAX_CISPO = _algorithm(
     "minimax-cispo",
     "CISPO as MiniMax-M1 introduced it (arXiv 2506.13585)",
-    "Dynamic sampling as for `dapo`; the length penalty is a reward. AdamW with betas 0.9 and 0.95 and eps 1e-15, a "
+    "The length penalty is a reward. AdamW with betas 0.9 and 0.95 and eps 1e-15, a "
     "float32 head (here the logits are always float32), early stop of repetitive completions.",
     objective=("cispo", "eq. 4"),
     clip_low=(0.2, CLIP_UNUSED),
@@ -159,6 +203,7 @@ MINIMAX_CISPO = _algorithm(
     advantage_std=("sample", f"{OURS}: the paper does not say which std; TRL's and verl's"),
     advantage_eps=(1e-4, EPS_OURS),
     zero_variance=("filter", "section 3.1: DAPO's dynamic sampling is kept"),
+    dynamic_sampling=(4, f"section 3.1: as DAPO; {OURS}: at most 4 times"),
     mask_truncated=(False, "no such mask in the paper"),
 )
 
@@ -215,6 +260,8 @@ PRESETS: dict[str, Preset] = {
         DEEPSEEK_GRPO,
         DAPO,
         DR_GRPO,
+        GSPO,
+        SAPO,
         MINIMIND_GRPO,
         MINIMIND_CISPO,
         MINIMAX_CISPO,

@@ -44,6 +44,10 @@ START_SECONDS = 300.0
 _log = logging.getLogger("rhotrain.rewards")
 
 
+OVERLONG = "overlong"
+"""Log name of the soft overlong punishment."""
+
+
 class RewardError(ValueError):
     """A reward function that is wrong whatever it scores. The message names it."""
 
@@ -68,7 +72,8 @@ class RewardBatch:
 
 @dataclass(frozen=True)
 class Rewards:
-    """total: float64 [P, G], NaN = unscorable. parts: the same per function, before its weight, by its log name.
+    """total: float64 [P, G], NaN = unscorable. parts: the same per function, before its weight, by its log name;
+    weights by the same names. Soft overlong punishment is a part, `overlong`, of weight 1.
 
     failures: completions that a failed call (exception, time-out) made unscorable. reasons: why, one per kind.
     """
@@ -77,6 +82,7 @@ class Rewards:
     parts: dict[str, Tensor]
     failures: int
     reasons: tuple[str, ...] = ()
+    weights: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,8 @@ def parse_rewards(config: RewardConfig) -> tuple[RewardSpec, ...]:
     names = [s.name for s in specs]
     specs = [s if names.count(s.name) == 1 else replace(s, name=s.target) for s in specs]
     names = [s.name for s in specs]
+    if config.overlong_buffer and OVERLONG in names:
+        raise ConfigError(f"rewards: {OVERLONG!r} is the name of what overlong_buffer subtracts; rename the function")
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
@@ -128,15 +136,24 @@ def metric_config(config: RewardConfig, metric: str) -> RewardConfig:
     return RewardConfig(rewards=(metric,), reward_args=args, reward_timeout=config.reward_timeout)
 
 
+def overlong_reward(lengths: Tensor, config: RewardConfig, max_new_tokens: int) -> Tensor:
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13) of completions with these lengths in tokens: 0 up to
+    max_new_tokens - overlong_buffer, then falling in a line to -overlong_penalty at max_new_tokens. float64."""
+    over = lengths.double() - (max_new_tokens - config.overlong_buffer)
+    return -config.overlong_penalty * (over / config.overlong_buffer).clamp(0.0, 1.0)
+
+
 class RewardSet:
     """The reward functions of a run. Made before the model is loaded: it finds wrong names, arguments and fields.
 
+    max_new_tokens: the length at which overlong_penalty is reached; needed with overlong_buffer.
     Owns a process; `close()` ends it, and so does the end of this object or of the program.
     Raises ConfigError for functions that cannot be found, imported or called with this task's fields.
     """
 
-    def __init__(self, config: RewardConfig, task: Task) -> None:
+    def __init__(self, config: RewardConfig, task: Task, *, max_new_tokens: int = 0) -> None:
         self.config = config
+        self.max_new_tokens = max_new_tokens
         self.specs = parse_rewards(config)
         args = tuple(config.reward_args.get(spec.name, {}) for spec in self.specs)
         targets = tuple(spec.target for spec in self.specs)
@@ -178,11 +195,16 @@ class RewardSet:
             parts[spec.name] = part
             if spec.weight != 0:
                 total += spec.weight * part
+        weights = {spec.name: spec.weight for spec in self.specs}
+        if self.config.overlong_buffer:
+            lengths = torch.tensor([[len(c.token_ids) for c in group] for group in batch.groups])
+            parts[OVERLONG], weights[OVERLONG] = overlong_reward(lengths, self.config, self.max_new_tokens), 1.0
+            total += parts[OVERLONG]
         for p, group in enumerate(batch.groups):
             for g, completion in enumerate(group):
                 if completion.finish_reason == "error":
                     total[p, g] = float("nan")
-        return Rewards(total, parts, len(failed), tuple(reasons))
+        return Rewards(total, parts, len(failed), tuple(reasons), weights)
 
     def _report(self, name: str, reason: str, count: int) -> str:
         """Log a failure the first time that this function fails in this way."""

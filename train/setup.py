@@ -17,6 +17,7 @@ from rhotrain.train.inner_loop import Learner
 from rhotrain.train.optim import Optimizer
 from rhotrain.train.rewards import RewardSet, metric_config
 from rhotrain.train.tasks import Task, load_task
+from rhotrain.train.token_budget import resolve
 
 Choices = dict[str, Any]
 """What was measured or looked up at start; checkpoints keep it, since a new choice could change the order of a sum."""
@@ -52,7 +53,7 @@ def build(config: Config, *, checkpoint_model: Path | None = None, choices: Choi
     torch.set_num_threads(int(chosen["threads"]))
     torch.manual_seed(config.run.seed)  # dropout's masks come from torch's generator, when a user asks for dropout
     task = load_task(config.task, config.eval.eval_size)
-    rewards = RewardSet(config.reward, task)
+    rewards = RewardSet(config.reward, task, max_new_tokens=config.rollout.max_new_tokens)
     scorer = _scorer(config, task)
     loaded = _model(config, chosen, checkpoint_model)
     prompts = PromptData.encode(task.train, config.task, loaded.tokenizer)
@@ -70,17 +71,23 @@ def build(config: Config, *, checkpoint_model: Path | None = None, choices: Choi
         seed=config.run.seed,
         strict_ratio=config.run.strict_ratio,
     )
+    reference = _reference(config, loaded, learner, chosen)
+    engine = _engine(config, loaded, chosen, max(lengths))
+    if "token_budget" in chosen:
+        learner.token_budget.tokens = int(chosen["token_budget"])
+    budget_note = resolve(learner, engine, config, max(lengths))
+    chosen["token_budget"] = learner.token_budget.tokens
     return Parts(
         loaded=loaded,
-        reference=_reference(config, loaded, learner, chosen),
-        engine=_engine(config, loaded, chosen, max(lengths)),
+        reference=reference,
+        engine=engine,
         learner=learner,
         stream=PromptStream(prompts.prompts, seed=config.task.task_seed),
         held_out=held_out.prompts,
         rewards=rewards,
         scorer=scorer,
         choices=chosen,
-        notes=tuple(note for note in (*loaded.notes, *task.notes, prompts.note, held_out.note) if note),
+        notes=tuple(note for note in (*loaded.notes, *task.notes, prompts.note, held_out.note, budget_note) if note),
     )
 
 
@@ -171,7 +178,7 @@ def _engine(config: Config, loaded: LoadedModel, choices: Choices, longest_promp
         num_pages=choices.get("num_pages"),
         kv_memory_bytes=memory or None,
         page_size=rollout.page_size,
-        max_batch_tokens=rollout.max_batch_tokens,
+        max_batch_tokens=rollout.max_batch_tokens or None,
         max_running=rollout.max_running,
         cuda_graphs=rollout.cuda_graphs,
         threads=_decode_threads(config, choices),

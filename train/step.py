@@ -87,9 +87,11 @@ def score(
     *,
     temperature: float,
     who: str = "the trainer",
+    entropies: Tensor | None = None,
 ) -> Tensor:
     """Logprobs [N] of the table's tokens under `loaded`, in the table's dtype; 0 in rows that no batch holds.
 
+    entropies: [N], filled in the same rows with the entropy in nats of what each token was drawn from.
     Raises StepError, which names `who`, for what cannot be a logprob.
     """
     logprobs = torch.zeros_like(table.sampling_logprobs)
@@ -97,8 +99,11 @@ def score(
         options = _head_options(loaded, table, batch.table_rows, temperature)
         ids = table.token_ids[batch.table_rows].to(loaded.device)
         with packed_hidden(loaded, batch) as hidden_MH:
-            out = linear_token_logprobs(hidden_MH, loaded.head.weight, ids, **options)
+            out = linear_token_logprobs(hidden_MH, loaded.head.weight, ids, entropy=entropies is not None, **options)
         logprobs[batch.table_rows] = checked(out.logprobs, table, batch, who).to(logprobs)
+        if entropies is not None:
+            assert out.entropy is not None
+            entropies[batch.table_rows] = out.entropy.to(entropies)
     return logprobs
 
 

@@ -1,9 +1,10 @@
 """The training loop: rollout, rewards, advantages, updates; evaluation, logs and checkpoints around them."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rhotrain.model.load import save_model
-from rhotrain.rollout.completion import SamplingParams
-from rhotrain.train.advantages import Advantages, group_advantages
+from rhotrain.rollout.completion import Completion, SamplingParams
+from rhotrain.train.advantages import Advantages, combined_advantages, group_advantages
 from rhotrain.train.batching import TokenTable, make_table
 from rhotrain.train.budget import Budget, calibrate, excerpt
 from rhotrain.train.checkpoint import (
@@ -24,6 +25,8 @@ from rhotrain.train.checkpoint import (
 )
 from rhotrain.train.config import Config
 from rhotrain.train.console import Console, StopRequest
+from rhotrain.train.data import EncodedPrompt
+from rhotrain.train.dynamic import Scored, fill_with_signal
 from rhotrain.train.evaluate import EvalResult, evaluate
 from rhotrain.train.inner_loop import InnerLoop, run_updates
 from rhotrain.train.metrics import (
@@ -35,10 +38,9 @@ from rhotrain.train.metrics import (
 )
 from rhotrain.train.notices import about_ratio, dropout_notice
 from rhotrain.train.rewards import RewardBatch, Rewards
-from rhotrain.train.rollouts import Rollout, RolloutQueue
+from rhotrain.train.rollouts import RolloutQueue
 from rhotrain.train.run_folder import RunFolder
 from rhotrain.train.setup import Parts, build
-from rhotrain.train.step import score
 
 CALIBRATION_TOKENS = 256
 """Completion tokens of the first rollout, about, on which the numerics budget is measured: seconds with SmolLM2."""
@@ -76,17 +78,6 @@ class Clock:
         self.seconds[name] += time.perf_counter() - start
 
 
-@dataclass(frozen=True)
-class Scored:
-    """A rollout with the texts [P][G] of its completions and their scores. drawn_tokens: sampled in this step, 0 when
-    the rollout had been drawn ahead."""
-
-    rollout: Rollout
-    texts: list[list[str]]
-    rewards: Rewards
-    drawn_tokens: int
-
-
 class Trainer:
     """One run: `run()` does all of it, `step()` one rollout with its updates."""
 
@@ -114,6 +105,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of everything that the rest of the run depends on."""
         learner, folder = self.parts.learner, self.folder
+        self.parts.choices["token_budget"] = learner.token_budget.tokens  # memory that ran out may have lowered it
         state = {
             "step_index": self.step_index,
             "num_tokens": self.num_tokens,
@@ -143,19 +135,41 @@ class Trainer:
     # ------------------------------------------------------------------ one step
 
     def rollout(self, clock: Clock) -> Scored:
-        """The next rollout, drawn now or ahead of its turn, and its rewards."""
-        drawn_before = self.queue.drawn
+        """The next rollout, drawn now or ahead of its turn, and its rewards; with dynamic sampling, refilled."""
+        drawn_before, refills = self.queue.drawn, self.config.algo.dynamic_sampling
         with clock.phase("rollout"):
             rollout = self.queue.take(
                 version=self.parts.loaded.policy_version,
                 remaining=self.config.run.steps - self.step_index,
                 on_finish=lambda finished, total: self.console.phase("rollout", finished, total),
+                more_follows=refills > 0,
             )
         drawn = [rollout, *self.queue.pending] if self.queue.drawn > drawn_before else []
+        texts, rewards = self.score_groups(clock, rollout.prompts, rollout.groups)
+        scored = Scored(rollout, texts, rewards, sum(r.num_tokens for r in drawn))
+        if refills:
+            scored = fill_with_signal(
+                scored,
+                limit=refills,
+                draw=partial(self.draw_more, clock),
+                score=partial(self.score_groups, clock),
+                signal=lambda rewards: self.advantages(rewards, torch.zeros_like(rewards.total)).signal_P,
+            )
+            self.queue.release()
+        return scored
+
+    def draw_more(self, clock: Clock, count: int) -> tuple[list[EncodedPrompt], list[list[Completion]]]:
+        """Groups of further prompts for the rollout in hand."""
+        with clock.phase("rollout"):
+            return self.queue.more(count, lambda finished, total: self.console.phase("refill", finished, total))
+
+    def score_groups(
+        self, clock: Clock, prompts: Sequence[EncodedPrompt], groups: Sequence[Sequence[Completion]]
+    ) -> tuple[list[list[str]], Rewards]:
+        """The texts [P][G] of completions, and their rewards."""
         with clock.phase("reward"):
-            batch = RewardBatch.make(rollout.prompts, rollout.groups, self.parts.loaded.tokenizer)
-            rewards = self.parts.rewards.score(batch)
-        return Scored(rollout, batch.texts, rewards, sum(r.num_tokens for r in drawn))
+            batch = RewardBatch.make(prompts, groups, self.parts.loaded.tokenizer)
+            return batch.texts, self.parts.rewards.score(batch)
 
     def table(self, scored: Scored) -> tuple[TokenTable, Advantages, Tensor]:
         """The rollout's tokens with reference logprobs, where a KL wants them; advantages; the KL penalty [P, G]."""
@@ -167,19 +181,26 @@ class Trainer:
             dtype=torch.promote_types(self.parts.loaded.dtype, torch.float32),
         )
         if self.parts.reference is not None:
-            batches = learner.pack(table, list(range(len(table.trajectories))))
-            table.ref_logprobs = score(
-                self.parts.reference, table, batches, temperature=learner.temperature, who="the reference"
-            )
+            everything = list(range(len(table.trajectories)))
+            table.ref_logprobs = learner.score(table, everything, loaded=self.parts.reference, who="the reference")
         penalty_PG = self.kl_penalty(scored.rewards, table)
-        advantages = group_advantages(
-            scored.rewards.total - penalty_PG,
-            scale=algo.advantage_scale,
-            std=algo.advantage_std,
-            eps=algo.advantage_eps,
-        )
+        advantages = self.advantages(scored.rewards, penalty_PG)
         table.set_advantages(advantages.values_PG)
         return table, advantages, penalty_PG
+
+    def advantages(self, rewards: Rewards, penalty_PG: Tensor) -> Advantages:
+        """Of the rewards less the KL penalty [P, G]; `reward_aggregation` says in which order they are normalised."""
+        algo = self.config.algo
+        if algo.reward_aggregation == "normalize_then_sum":
+            return combined_advantages(
+                {name: part.where(~rewards.total.isnan(), torch.nan) for name, part in rewards.parts.items()},
+                rewards.weights,
+                std=algo.advantage_std,
+                eps=algo.advantage_eps,
+            )
+        return group_advantages(
+            rewards.total - penalty_PG, scale=algo.advantage_scale, std=algo.advantage_std, eps=algo.advantage_eps
+        )
 
     def kl_penalty(self, rewards: Rewards, table: TokenTable) -> Tensor:
         """float64 [P, G]: kl_in_reward times k1 = logprob - ref_logprob, summed over each completion; a constant.
@@ -192,8 +213,7 @@ class Trainer:
         if coefficient == 0.0:
             return penalty_PG
         assert table.ref_logprobs is not None
-        batches = learner.pack(table, list(range(len(table.trajectories))))
-        logprobs = score(self.parts.loaded, table, batches, temperature=learner.temperature)
+        logprobs = learner.score(table, list(range(len(table.trajectories))))
         k1_N = (logprobs - table.ref_logprobs).double()
         for i, trajectory in enumerate(table.trajectories):
             penalty_PG[trajectory.group, trajectory.member] = coefficient * k1_N[table.rows(i)].sum()
@@ -248,8 +268,11 @@ class Trainer:
             **reward_metrics(rewards.total, rewards.parts, advantages, rewards.failures),
             **completion_metrics(table, rollout.num_errors),
             **staleness_metrics(staleness, self.queue.dropped),
+            **(scored.sampling.metrics() if scored.sampling is not None else {}),
             **self._update_metrics(done),
             "step_time": time.perf_counter() - start,
+            "token_budget": self.parts.learner.token_budget.tokens,
+            "memory/retries": self.parts.learner.token_budget.retries,
             **{f"time/{name}": seconds for name, seconds in clock.seconds.items()},
             "tok_per_s": scored.drawn_tokens / clock.seconds["rollout"] if scored.drawn_tokens else None,
         }
@@ -257,6 +280,8 @@ class Trainer:
             metrics["kl_penalty/mean"] = float(penalty_PG.mean())
         if torch.cuda.is_available():
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        for notice in self.parts.learner.token_budget.take_notices():
+            self.console.say(f"warning: {notice}")
         self.folder.metrics.write(metrics)
         self._log_rollout(scored, advantages.values_PG, penalty_PG)
         return metrics

@@ -76,8 +76,8 @@ class AlgoConfig:
     """Groups whose advantages are all 0: `skip` leaves them out of the forward pass when every loss term is 0 for them,
     with the same gradient; `keep` runs them; `filter` also takes them out of the denominator (DAPO)."""
     dynamic_sampling: int = 0
-    """Draw new groups in place of those whose rewards are all equal, up to so many times per rollout (DAPO); 0 keeps
-    what was drawn."""
+    """Draw new groups in place of those whose rewards are all equal (before kl_in_reward), up to so many times per
+    rollout (DAPO); 0 keeps what was drawn."""
     reward_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """With several rewards: normalise their weighted sum in the group, or each of them and sum then (GDPO)."""
     mask_truncated: bool = False
@@ -114,6 +114,7 @@ class AlgoConfig:
             self.ratio_max,
             f"need at least ratio_min ({self.ratio_min}); both are values of the ratio itself, not distances from 1",
         )
+        self._check_family()
         try:
             self.spec()
         except ValueError as error:
@@ -134,6 +135,29 @@ class AlgoConfig:
             "use trainer or sampler with num_iterations or minibatches_per_rollout above 1",
         )
         self._check_correction()
+
+    def _check_family(self) -> None:
+        """Settings of the objective family that contradict each other."""
+        need(
+            self.dual_clip == 0.0 or self.dual_clip > 1.0,
+            "dual_clip",
+            self.dual_clip,
+            "it caps the ratio where A < 0; need a value > 1, or 0 for none",
+        )
+        if self.reward_aggregation == "normalize_then_sum":
+            need(
+                self.kl_in_reward == 0.0,
+                "kl_in_reward",
+                self.kl_in_reward,
+                "with reward_aggregation normalize_then_sum every part is divided by its own spread, and the "
+                "coefficient would have no effect; use beta for a KL in the loss",
+            )
+            need(
+                self.advantage_scale == "group",
+                "advantage_scale",
+                self.advantage_scale,
+                "reward_aggregation normalize_then_sum divides by the group's std; need group",
+            )
 
     def _check_correction(self) -> None:
         need(
@@ -228,8 +252,8 @@ class OptimConfig:
     grad_clip: float = 1.0
     """Largest gradient norm; 0 does not clip."""
     token_budget: int = 4096
-    """Most packed tokens of one micro-batch (forward + backward); 0 measures at start what the memory holds, and lowers
-    it when memory runs out."""
+    """Most packed tokens of one micro-batch (forward + backward); 0 measures at start what the memory holds. When
+    memory runs out it is halved, and the optimiser step starts anew."""
     share_prompts: bool = True
     """Run a group's prompt once per micro-batch and let its completions attend to it."""
 

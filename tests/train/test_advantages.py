@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rhotrain.train.advantages import group_advantages
+from rhotrain.train.advantages import combined_advantages, group_advantages
 
 NAN = math.nan
 REWARDS = [[1.0, 0.0, 0.25, 0.0], [3.0, -1.0, 2.5, 7.0], [0.5, 0.0, 0.0, 0.0]]
@@ -104,3 +104,42 @@ def test_properties(rewards: list[list[float]], order: list[int]) -> None:
     for row, group in zip(values, rewards):
         known = {r for r in group if not math.isnan(r)}
         assert bool((row != 0).any()) == (len(known) > 1)
+
+
+# ---- several rewards, each normalised by itself ---------------------------------------------------------------------
+
+
+def test_each_reward_is_normalised_before_the_sum() -> None:
+    """By hand, population std, eps 0. Group 0: wide (0, 10) -> (-1, 1), narrow (0.1, 0) -> (1, -1) with weight 0.5:
+    S = (-0.5, 0.5). Group 1: wide (3, 3) -> 0, narrow (0, 0.2) -> (-1, 1): S = (-0.5, 0.5). The std of S is 0.5."""
+    parts = {
+        "wide": torch.tensor([[0.0, 10.0], [3.0, 3.0]]),
+        "narrow": torch.tensor([[0.1, 0.0], [0.0, 0.2]]),
+        "only logged": torch.tensor([[5.0, 6.0], [math.nan, 8.0]]),
+    }
+    weights = {"wide": 1.0, "narrow": 0.5, "only logged": 0.0}
+    found = combined_advantages(parts, weights, std="population", eps=0.0)
+    assert found.values_PG.flatten().tolist() == pytest.approx([-1.0, 1.0, -1.0, 1.0])
+    assert found.signal_P.tolist() == [True, True]
+    spread = (10 - 0.5 * 0.1) / 2
+    assert found.group_std_P.tolist() == pytest.approx([spread, 0.05])
+
+
+def test_an_unscorable_part_leaves_the_completion_out_of_all() -> None:
+    """Without member 2 of either reward: a (0, 1), b (4, 2), sample std sqrt(1/2) and sqrt(2): S = 0 + 0 in each."""
+    parts = {
+        "a": torch.tensor([[0.0, 1.0, 50.0], [1.0, 1.0, 1.0]]),
+        "b": torch.tensor([[4.0, 2.0, math.nan], [2.0, 2.0, 2.0]]),
+    }
+    opposed = combined_advantages(parts, {"a": 1.0, "b": 1.0}, eps=0.0)
+    assert opposed.values_PG.abs().max() == 0.0
+    found = combined_advantages(parts, {"a": 1.0, "b": 3.0}, eps=0.0)
+    half = math.sqrt(0.5)  # a -> (-half, half), b -> (half, -half); S = (2 half, -2 half)
+    # over the batch S has the five scorable values (2 half, -2 half, 0, 0, 0), of sample std sqrt(4 / 4) = 1
+    assert found.values_PG[0].tolist() == pytest.approx([2 * half, -2 * half, 0.0])
+    assert found.values_PG[1].tolist() == [0.0, 0.0, 0.0] and found.signal_P.tolist() == [True, False]
+
+
+def test_some_reward_must_count() -> None:
+    with pytest.raises(ValueError, match="at least one reward must count"):
+        combined_advantages({"a": torch.ones(1, 2)}, {"a": 0.0})

@@ -46,15 +46,18 @@ def test_algorithm_presets_leave_sizes_and_rates_alone() -> None:
         )
 
 
-# (objective, lowest ratio, highest ratio, kl, beta, aggregation, scale, std, zero_variance, mask_truncated), written
-# down here from the papers and from train_grpo.py, not from presets.py.
+# (objective, lowest ratio, highest ratio, kl, beta, aggregation, scale, std, zero_variance, mask_truncated,
+# ratio_level, whether it samples dynamically), written down here from the papers and from train_grpo.py, not from
+# presets.py.
 EXPECTED = {
-    "deepseek-grpo": ("grpo", 0.8, 1.2, "k3", 0.04, "sequence", "group", "sample", "skip", False),
-    "dapo": ("grpo", 0.8, 1.28, "none", 0.0, "token", "group", "sample", "filter", True),
-    "dr-grpo": ("grpo", 0.8, 1.2, "none", 0.0, "constant", "none", "sample", "skip", False),
-    "minimind-grpo": ("grpo", 0.8, 1.2, "k3", 0.1, "sequence", "group", "population", "skip", False),
-    "minimind-cispo": ("cispo", 0.0, 5.0, "k3", 0.1, "sequence", "group", "population", "skip", False),
-    "minimax-cispo": ("cispo", 0.0, 5.0, "none", 0.0, "token", "group", "sample", "filter", False),
+    "deepseek-grpo": ("grpo", 0.8, 1.2, "k3", 0.04, "sequence", "group", "sample", "skip", False, "token", False),
+    "dapo": ("grpo", 0.8, 1.28, "none", 0.0, "token", "group", "sample", "filter", True, "token", True),
+    "dr-grpo": ("grpo", 0.8, 1.2, "none", 0.0, "constant", "none", "sample", "skip", False, "token", False),
+    "gspo": ("grpo", 1 - 3e-4, 1 + 4e-4, "none", 0.0, "sequence", "group", "sample", "skip", False, "sequence", False),
+    "sapo": ("sapo", 0.0, 5.0, "none", 0.0, "sequence", "group", "sample", "skip", False, "token", False),
+    "minimind-grpo": ("grpo", 0.8, 1.2, "k3", 0.1, "sequence", "group", "population", "skip", False, "token", False),
+    "minimind-cispo": ("cispo", 0.0, 5.0, "k3", 0.1, "sequence", "group", "population", "skip", False, "token", False),
+    "minimax-cispo": ("cispo", 0.0, 5.0, "none", 0.0, "token", "group", "sample", "filter", False, "token", True),
 }
 
 
@@ -73,6 +76,8 @@ def test_algorithm_presets_mean_what_their_sources_say(name: str) -> None:
         algo.advantage_std,
         algo.zero_variance,
         algo.mask_truncated,
+        spec.ratio_level,
+        algo.dynamic_sampling > 0,
     ]
 
 

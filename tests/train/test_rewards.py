@@ -510,3 +510,31 @@ rewards.score(make_batch(({}, ['hang'])))
 """
     _, pid = run_script(tmp_path, end)
     assert wait_until_gone(pid, 40)
+
+
+# Soft overlong punishment
+
+
+def test_overlong_completions_lose_in_proportion(tmp_path: Path) -> None:
+    """max_new_tokens 10, buffer 4, penalty 2: lengths 5, 6, 7, 9, 10 lose 0, 0, 0.5, 1.5, 2; an engine error stays
+    unscorable. A part of its own, of weight 1."""
+    path = write_module(tmp_path, "def one(completions):\n    return [1.0] * len(completions)\n")
+    config = RewardConfig(rewards=(f"{path}:one*3",), overlong_buffer=4, overlong_penalty=2.0)
+    rewards = RewardSet(config, make_task(), max_new_tokens=10)
+    try:
+        result = rewards.score(make_batch(({}, ["a" * n for n in (5, 6, 7, 9, 10)]), ({}, ["", "a", "b", "c", "d"])))
+    finally:
+        rewards.close()
+    assert result.parts["overlong"][0].tolist() == [0.0, 0.0, -0.5, -1.5, -2.0]
+    same(result.total, [[3.0, 3.0, 2.5, 1.5, 1.0], [None, 3.0, 3.0, 3.0, 3.0]])
+    assert result.weights == {"one": 3.0, "overlong": 1.0}
+
+
+def test_evaluation_knows_nothing_of_the_punishment() -> None:
+    assert metric_config(RewardConfig(overlong_buffer=4), "task").overlong_buffer == 0
+
+
+def test_the_name_of_the_punishment_is_taken(tmp_path: Path) -> None:
+    path = write_module(tmp_path, "def overlong(completions):\n    return [1.0] * len(completions)\n")
+    with pytest.raises(ConfigError, match="rewards: 'overlong' is the name of what overlong_buffer subtracts"):
+        parse_rewards(RewardConfig(rewards=(f"{path}:overlong",), overlong_buffer=4))
