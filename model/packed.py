@@ -307,8 +307,8 @@ def _bias(module: nn.Module) -> Tensor | None:
 
 
 def _pack(weight: Tensor) -> Tensor:
-    # Pages of 2 MiB would make products of 16 rows 7 % faster, but finding them takes 0.1 to 0.8 s for 513 MB, each time:
-    # more than a rollout gains.
+    # Pages of 2 MiB would make products of 16 rows 7 % faster, but finding them takes 0.1 to 0.8 s for 513 MB, each
+    # time: more than a rollout gains.
     return torch.ops.mkldnn._reorder_linear_weight.default(weight, PACK_ROWS)
 
 

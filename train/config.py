@@ -50,29 +50,12 @@ class ModelConfig:
     """A Hugging Face folder or hub id, a .gguf file, or a preset: `tiny-sums`, `smollm2`."""
     ref_model: str = ""
     """Reference model of the KL term; empty takes the starting weights. Loaded only when a KL is asked for."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """Compute dtype; auto is bfloat16 on CUDA and float32 on a CPU. float16 scales the loss."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Compute dtype; auto is bfloat16 on CUDA and float32 on a CPU."""
     device: str = "auto"
     """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:1`."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more compute."""
-    offload_activations: bool = False
-    """With gradient_checkpointing: keep each layer's input on the CPU until its backward pass."""
-    compile_layers: bool = False
-    """Run each decoder layer through torch.compile in the update."""
-    offload_reference: bool = False
-    """Keep the reference model on the CPU while it is not asked."""
-    lora_rank: int = 0
-    """Train a LoRA adapter of this rank (PEFT) instead of the weights; 0 trains all weights. The reference of a KL is
-    then the model without the adapter."""
-    lora_alpha: float = 0.0
-    """The adapter's scale is lora_alpha / lora_rank; 0 takes twice lora_rank."""
-    lora_targets: tuple[str, ...] = ("all-linear",)
-    """Modules that get an adapter: names as PEFT takes them, or `all-linear`."""
-    adapter: str = ""
-    """Folder of a PEFT adapter to go on from; it sets rank, scale and targets."""
-    quantize_base: Literal["none", "nf4"] = "none"
-    """Hold the frozen weights under a LoRA adapter in 4 bits (bitsandbytes)."""
     fused_layers: Literal["off", "auto", "liger", "compile", "torch"] = "off"
     """RMSNorm, gated MLP and rotary in one operation each, in training and rollout alike: Liger's kernels,
     torch.compile, or PyTorch's own operators; auto measures which is fastest here. Only what is proven equal is
@@ -87,39 +70,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         need(0.0 <= self.dropout < 1.0, "dropout", self.dropout, "need a probability: 0 <= dropout < 1")
         need(bool(self.model), "model", self.model, "name a folder, a hub id, a .gguf file or a preset")
-        need(self.lora_rank >= 0, "lora_rank", self.lora_rank, "need a rank >= 1, or 0 to train all weights")
-        need(self.lora_alpha >= 0, "lora_alpha", self.lora_alpha, "need a value > 0, or 0 for twice lora_rank")
-        need(len(self.lora_targets) > 0, "lora_targets", self.lora_targets, "name modules, or all-linear")
-        need(
-            not (self.adapter and self.lora_rank),
-            "lora_rank",
-            self.lora_rank,
-            "adapter brings its own rank; leave out one of the two",
-        )
-        need(
-            self.quantize_base == "none" or self.lora,
-            "quantize_base",
-            self.quantize_base,
-            "4-bit weights cannot be trained themselves; set lora_rank or adapter",
-        )
-        # Refused, since nothing reads them: ignored, they would train all weights of a run that asked for an adapter.
-        for name in ("lora_rank", "adapter", "lora_alpha", "lora_targets", "quantize_base"):
-            default = type(self).__dataclass_fields__[name].default
-            value = getattr(self, name)
-            need(value == default, name, value, f"LoRA is not available yet; leave it at {default!r}")
-        need(
-            not (self.offload_activations and not self.gradient_checkpointing),
-            "offload_activations",
-            self.offload_activations,
-            "what it moves are the inputs that gradient_checkpointing keeps; set that too",
-        )
         known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
         need(known, "device", self.device, "need auto, cpu, cuda or cuda:N")
-
-    @property
-    def lora(self) -> bool:
-        """Whether an adapter is trained instead of the weights."""
-        return self.lora_rank > 0 or bool(self.adapter)
 
 
 @dataclass(frozen=True, kw_only=True)

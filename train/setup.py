@@ -13,11 +13,11 @@ from rhotrain.rollout.sizing import affordable_pages, page_bytes, plan_pages
 from rhotrain.rollout.threads import check_threads, decode_threads
 from rhotrain.train.config import Config, ConfigError
 from rhotrain.train.data import EncodedPrompt, PromptData, PromptStream
+from rhotrain.train.footprint import resolve
 from rhotrain.train.inner_loop import Learner
 from rhotrain.train.optim import Optimizer
 from rhotrain.train.rewards import RewardSet, metric_config
 from rhotrain.train.tasks import Task, load_task
-from rhotrain.train.token_budget import resolve
 
 Choices = dict[str, Any]
 """What was measured or looked up at start; checkpoints keep it, since a new choice could change the order of a sum."""

@@ -229,12 +229,6 @@ class AlgoConfig:
 class OptimConfig:
     """AdamW and the learning-rate schedule, which counts optimiser steps."""
 
-    optimizer: Literal["adamw", "torchao_8bit", "bitsandbytes_8bit", "offload"] = "adamw"
-    """`adamw` is PyTorch's; the 8-bit ones keep its moments in a quarter of the memory; `offload` keeps masters and
-    moments on the CPU."""
-    masters: Literal["float32", "none"] = "float32"
-    """With half-precision weights: update float32 masters, or (`none`) the weights themselves, which swallow small
-    steps."""
     lr: float = 1e-6
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)

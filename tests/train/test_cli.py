@@ -262,6 +262,19 @@ def test_flags_that_would_do_nothing_are_refused() -> None:
         "ratio_level": build({"objective": "reinforce"}),
         "correction_min": build({}),
         "correction_max": build({}),
+        "dual_clip": build({"objective": "cispo"}),
+        "sapo_tau_pos": build({}),
+        "sapo_tau_neg": build({}),
+        "overlong_penalty": build({}),
+        "reward_aggregation": build({}),
+    }
+    acting = {
+        "ratio_min": build({"objective": "cispo"}),
+        "ratio_max": build({"objective": "cispo"}),
+        "sapo_tau_pos": build({"objective": "sapo"}),
+        "sapo_tau_neg": build({"objective": "sapo"}),
+        "overlong_penalty": build({"overlong_buffer": 4}),
+        "reward_aggregation": build({"rewards": ("task", "length")}),
     }
     awake = build(
         {"beta": 0.1, "num_iterations": 2, "schedule": "linear", "top_k": 5, "correction": "sequence_mask"},
@@ -270,8 +283,7 @@ def test_flags_that_would_do_nothing_are_refused() -> None:
     for name, config in sleeping.items():
         with pytest.raises(ConfigError, match=f"^{name}: "):
             check_flags_act(config, {name: 1})
-        acting = build({"objective": "cispo"}) if name in ("ratio_min", "ratio_max") else awake
-        check_flags_act(acting, {name: 1})
+        check_flags_act(acting.get(name, awake), {name: 1})
         check_flags_act(config, {})
 
 

@@ -15,8 +15,8 @@ from rhotrain.model.load import LoadedModel
 from rhotrain.rollout.completion import Completion
 from rhotrain.train.batching import TokenTable, make_table
 from rhotrain.train.config import AlgoConfig
+from rhotrain.train.footprint import PeakMemory
 from rhotrain.train.inner_loop import run_updates
-from rhotrain.train.token_budget import PeakMemory
 
 VOCAB = 2053
 LAYERS, HIDDEN = 2, 64
