@@ -235,7 +235,7 @@ def _judge_numerics(
     """The budget of this machine, what of `numerics` exceeds it, and then the diagnosis; with the sampling weights."""
     pairs = [(t.prompt_ids, t.completion) for t in acting.trajectories]
     sequences = some([(prompt, completion.token_ids) for prompt, completion in pairs])
-    temperature, budget_tokens = config.rollout.temperature, config.optim.token_budget
+    temperature, budget_tokens = config.rollout.temperature, parts.learner.token_budget.tokens
     budget = calibrate(parts.loaded, sequences, temperature=temperature, token_budget=budget_tokens)
     exceeded = budget.exceeded(numerics)
     scoring = replace(scoring_of(config), replay=True)  # the engine's numbers are made over the kept sets

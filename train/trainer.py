@@ -234,7 +234,7 @@ class Trainer:
             parts.loaded,
             excerpt(whole, tokens=CALIBRATION_TOKENS, longest=CALIBRATION_TOKENS // 8),
             temperature=learner.temperature,
-            token_budget=self.config.optim.token_budget,
+            token_budget=learner.token_budget.tokens,
         )
         learner.budget, choices["budget"] = budget, budget.as_dict()
         self.console.say(budget.describe())
