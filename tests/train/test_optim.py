@@ -197,7 +197,7 @@ def test_bf16_model_accumulates_a_steps_gradient_in_float32() -> None:
     assert all(m.dtype == torch.float32 for m in optimizer.masters)
     learner = make_learner(loaded, algo, optimizer=optimizer, token_budget=18, share_prompts=False)
     run_updates(learner, rollout.table(algo, torch.float32), rollout.num_groups, rollout_index=0)
-    assert max(len(p) for p in optimizer.pieces) >= 8  # micro-batches
+    assert max(len(p) for p in optimizer.pieces) >= 7  # micro-batches
     exact = rounded = 0
     for pieces, total in zip(optimizer.pieces, optimizer.sums):
         float32 = torch.zeros_like(total)
