@@ -53,7 +53,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, plan: GatherPlan) -> Tensor:
-    """x [rows, ...] -> [n, ...]; differentiable once in x, with bit-equal gradients in every run.
+    """x [rows, ...] -> [n, ...]; differentiable once in x; gradients are added in the plan's order.
 
     Gradients are summed in float32 (float64 for float64) and rounded once to x's type. Raises ValueError when x has
     another number of rows than the plan.
