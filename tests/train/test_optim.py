@@ -191,13 +191,14 @@ def test_bf16_model_accumulates_a_steps_gradient_in_float32() -> None:
     """run_updates on a bf16 model: the masters' gradient is the float32 sum of every micro-batch's bf16 gradient."""
     loaded = tiny_model("llama", dtype=torch.bfloat16)
     _, naive = model_pair("llama", torch.float32)
-    rollout = fake_rollout(naive, vocab_size=loaded.vocab_size)
+    rewards = ((1.0, 0.0, 0.5, 2.0),) * 6  # every group runs
+    rollout = fake_rollout(naive, vocab_size=loaded.vocab_size, rewards=rewards)
     algo = AlgoConfig(old_logprobs="sampler")
     optimizer = Watcher(loaded.parameters(), OptimConfig())
     assert all(m.dtype == torch.float32 for m in optimizer.masters)
     learner = make_learner(loaded, algo, optimizer=optimizer, token_budget=18, share_prompts=False)
     run_updates(learner, rollout.table(algo, torch.float32), rollout.num_groups, rollout_index=0)
-    assert max(len(p) for p in optimizer.pieces) >= 7  # micro-batches
+    assert max(len(p) for p in optimizer.pieces) >= 8  # micro-batches
     exact = rounded = 0
     for pieces, total in zip(optimizer.pieces, optimizer.sums):
         float32 = torch.zeros_like(total)
