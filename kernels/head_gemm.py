@@ -2,11 +2,11 @@
 
     logits = softcap tanh((hidden lm_head^T + bias) logit_scale / softcap)
 
-A chunk's logits are one buffer that every chunk reuses. Numerics: logits come out of the GEMM in float32 (bf16 logits
-near 20 carry +-0.06): float32 inputs as they are; half types on CUDA through `torch.mm(out_dtype=float32)`, elsewhere
-by casting the weight one tile at a time. float64 stays. Where the GEMMs take half types, dlogits are rounded to the
-half type for their two GEMMs; products are accumulated in float32, the weight's gradient over all chunks too (Liger
-#512, axolotl #1601: a bf16 accumulator diverges).
+A chunk's logits are one buffer that every chunk reuses, and every call under a `Workspace`. Numerics: logits come out
+of the GEMM in float32 (bf16 logits near 20 carry +-0.06): float32 inputs as they are; half types on CUDA through
+`torch.mm(out_dtype=float32)`, elsewhere by casting the weight one tile at a time. float64 stays. Where the GEMMs take
+half types, dlogits are rounded to the half type for their two GEMMs; products are accumulated in float32, the weight's
+gradient over all chunks too (Liger #512, axolotl #1601: a bf16 accumulator diverges).
 """
 
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rhotrain.kernels.rows import ActiveRows
+from rhotrain.kernels.workspace import call_buffers
 
 CHUNK_ELEMENTS = 2**24
 """Default size of the logits buffer on a CPU, 64 MiB in float32: larger ones gain little in the GEMMs."""
@@ -60,8 +61,8 @@ class Head:
         for start in range(0, vocab, step):
             yield start, min(start + step, vocab), self.weight_VH[start : start + step].to(self.dtype)
 
-    def logits_into(self, hidden_CH: Tensor, out_CV: Tensor) -> Tensor | None:
-        """Fill `out_CV` with logits; returns tanh of the softcap, which the gradient needs, or None without one."""
+    def logits_into(self, hidden_CH: Tensor, out_CV: Tensor, tanh_CV: Tensor | None = None) -> None:
+        """Fill `out_CV` with logits and, with a softcap, `tanh_CV` with its tanh, which the gradient needs."""
         if self.half:
             torch.mm(hidden_CH, self.weight_VH.t(), out_dtype=torch.float32, out=out_CV)
         else:
@@ -72,11 +73,11 @@ class Head:
             out_CV.add_(self.bias_V)
         if self.logit_scale is not None:
             out_CV.mul_(self.logit_scale)
-        if self.softcap is None:
-            return None
-        tanh_CV = out_CV.div_(self.softcap).tanh_().clone()
-        out_CV.mul_(self.softcap)
-        return tanh_CV
+        if self.softcap is not None:
+            out_CV.div_(self.softcap).tanh_()
+            if tanh_CV is not None:
+                tanh_CV.copy_(out_CV)
+            out_CV.mul_(self.softcap)
 
     @property
     def plain(self) -> bool:
@@ -125,16 +126,27 @@ def chunks(hidden_NH: Tensor, head: Head, rows: ActiveRows, chunk: int | None, *
     if device.type == "cuda" and size > 128:  # whole tiles of the GEMM
         size = min(limit, -(-size // 128) * 128)
     stride = -(-rows.vocab // 16) * 16  # rows begin at multiples of 16 bytes, whatever V is
-    buffer = torch.empty(size, stride, dtype=head.dtype, device=device)[:, : rows.vocab]
-    grads = None
-    if want_grad and head.half_grad and head.plain:  # one kernel reads float32 and writes the half type
-        grads = torch.empty(size, stride, dtype=hidden_NH.dtype, device=device)[:, : rows.vocab]
-    for start in range(0, total, size):
-        part = rows.rows(start, min(start + size, total))
-        hidden_CH = hidden_NH.index_select(0, part.index)
-        logits_CV = buffer[: len(part)]
-        tanh_CV = head.logits_into(hidden_CH, logits_CV)
-        yield Chunk(part, hidden_CH, logits_CV, logits_CV if grads is None else grads[: len(part)], tanh_CV)
+    with call_buffers(device) as buffers:
+        # A shared buffer has the largest size at once where there are several chunks: other calls' are of other sizes.
+        length = limit if buffers.shared and total > limit else size
+
+        def block(use: str, dtype: torch.dtype) -> Tensor:
+            flat = buffers.empty(use, length * stride, dtype, device)
+            return flat[: size * stride].view(size, stride)[:, : rows.vocab]
+
+        logits = block("logits", head.dtype)
+        tanh = block("tanh", head.dtype) if want_grad and head.softcap is not None else None
+        grads = logits
+        if want_grad and head.half_grad and head.plain:  # one kernel reads float32 and writes the half type
+            grads = block("grads", hidden_NH.dtype)
+        for start in range(0, total, size):
+            part = rows.rows(start, min(start + size, total))
+            hidden_CH = hidden_NH.index_select(0, part.index)
+            taken = slice(len(part))
+            tanh_CV = None if tanh is None else tanh[taken]
+            head.logits_into(hidden_CH, logits[taken], tanh_CV)
+            logits_CV = logits[taken]
+            yield Chunk(part, hidden_CH, logits_CV, logits_CV if grads is logits else grads[taken], tanh_CV)
 
 
 class Gradients:

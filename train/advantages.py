@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rhotrain.train.config import AdvantageScale
+from rhotrain.train.config import AdvantageScale, AlgoConfig
 
 ROUNDING = 1e-12
 """A sum of normalised rewards, numbers of size 1, below this is 0 up to rounding."""
@@ -109,3 +109,15 @@ def combined_advantages(
         values = values / (_std(values[~unscorable], std) + eps)
     plain = group_advantages(total_PG, std=std, eps=eps)
     return Advantages(values, (values != 0).any(dim=1), plain.group_std_P)
+
+
+def advantages_of(
+    algo: AlgoConfig, total_PG: Tensor, parts: Mapping[str, Tensor], weights: Mapping[str, float]
+) -> Advantages:
+    """What `algo` asks for: the total's advantages, or with `reward_aggregation` normalize_then_sum the combination of
+    the parts', over the completions whose total is not NaN. A penalty counts where it is in the total already."""
+    if algo.reward_aggregation == "normalize_then_sum":
+        scorable = ~total_PG.isnan()
+        scored = {name: part.where(scorable, torch.nan) for name, part in parts.items()}
+        return combined_advantages(scored, weights, std=algo.advantage_std, eps=algo.advantage_eps)
+    return group_advantages(total_PG, scale=algo.advantage_scale, std=algo.advantage_std, eps=algo.advantage_eps)

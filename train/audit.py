@@ -14,7 +14,7 @@ from torch import Tensor
 from rhotrain.model.load import LoadedModel
 from rhotrain.rollout.completion import Completion
 from rhotrain.rollout.replay import Pair
-from rhotrain.train.advantages import group_advantages
+from rhotrain.train.advantages import advantages_of
 from rhotrain.train.batching import TokenTable, make_table
 from rhotrain.train.budget import Budget, Difference, calibrate, excerpt
 from rhotrain.train.causes import (
@@ -38,7 +38,6 @@ from rhotrain.train.records import records_of
 from rhotrain.train.rewards import RewardBatch
 from rhotrain.train.rollouts import Rollout, RolloutQueue
 from rhotrain.train.setup import Parts
-from rhotrain.train.step import score
 
 CALIBRATION_TOKENS = 512
 """Tokens that the numerics budget is measured on."""
@@ -129,6 +128,8 @@ def audit(config: Config, parts: Parts, *, updates: int = 4, say: Callable[[str]
 def _audit(config: Config, parts: Parts, updates: int, say: Callable[[str], None]) -> Audit:
     learner, rollout, seed = parts.learner, config.rollout, config.run.seed
     notes: list[str] = list(parts.notes)
+    if config.algo.dynamic_sampling:
+        notes.append("dynamic_sampling replaces no group here: the audited rollout is the first draw")
     say("sampling")
     others, audited = _draw(config, parts)
     acting = _acting_table(config, audited)
@@ -198,15 +199,10 @@ def _held_table(config: Config, parts: Parts, rollout: Rollout) -> TokenTable:
         dtype=torch.promote_types(parts.loaded.dtype, torch.float32),
     )
     if parts.reference is not None:
-        batches = learner.pack(table, list(range(len(table.trajectories))))
-        table.ref_logprobs = score(
-            parts.reference, table, batches, temperature=learner.temperature, who="the reference"
-        )
+        everything = list(range(len(table.trajectories)))
+        table.ref_logprobs = learner.score(table, everything, loaded=parts.reference, who="the reference")
     rewards = parts.rewards.score(RewardBatch.make(rollout.prompts, rollout.groups, parts.loaded.tokenizer))
-    advantages = group_advantages(
-        rewards.total, scale=algo.advantage_scale, std=algo.advantage_std, eps=algo.advantage_eps
-    )
-    table.set_advantages(advantages.values_PG)
+    table.set_advantages(advantages_of(algo, rewards.total, rewards.parts, rewards.weights).values_PG)
     return table
 
 

@@ -29,7 +29,6 @@ from rhotrain.model.loaded import LoadedModel
 from rhotrain.train.batching import TokenTable
 from rhotrain.train.config import AlgoConfig
 from rhotrain.train.inner_loop import Learner
-from rhotrain.train.step import score
 
 CAUSES = ("numerics", "staleness", "temperature", "truncation", "dropout", "tokenisation")
 SEMANTIC = CAUSES[1:]
@@ -73,11 +72,10 @@ def logprobs(learner: Learner, table: TokenTable, *, temperature: float, dropout
     Raises StepError for what cannot be a logprob.
     """
     loaded = learner.loaded
-    batches = learner.pack(table, list(range(len(table.trajectories))))
     devices = [loaded.device] if loaded.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), loaded.with_dropout(dropout):
         torch.manual_seed(seed)
-        return score(loaded, table, batches, temperature=temperature).double()
+        return learner.score(table, list(range(len(table.trajectories))), temperature=temperature).double()
 
 
 def trace(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rhotrain.kernels.spec import Objective
+from rhotrain.kernels.workspace import Workspace
 from rhotrain.model.load import LoadedModel
 from rhotrain.train.balance import StepCost, pack_balanced
 from rhotrain.train.batching import MicroBatch, TokenTable, longest_trajectory, token_weights
@@ -40,7 +41,7 @@ class Learner:
     """Everything that changes when an update is taken; `updates` counts optimiser steps and drives the schedule.
 
     budget: how far sampler and trainer may differ on the same weights; None does not look. strict_ratio: beyond it,
-    stop.
+    stop. workspace: the head's chunks, of the policy and of any other model that is scored.
     Raises ConfigError when `algo` cannot work in the model's dtype.
     """
 
@@ -55,6 +56,7 @@ class Learner:
     updates: int = 0
     budget: Budget | None = None
     strict_ratio: bool = False
+    workspace: Workspace = field(default_factory=Workspace)
 
     def __post_init__(self) -> None:
         self.objective: Objective = self.algo.spec()
@@ -104,14 +106,22 @@ class Learner:
         loaded: LoadedModel | None = None,
         who: str = "the trainer",
         entropies: Tensor | None = None,
+        temperature: float | None = None,
     ) -> Tensor:
-        """`step.score` of these trajectories under `loaded` (default: the policy); the token budget falls when memory
-        runs out. Raises ConfigError when one trajectory alone does not fit."""
-        model = loaded or self.loaded
+        """`step.score` of these trajectories under `loaded` (default: the policy) at `temperature` (default: the
+        learner's); the token budget falls when memory runs out. Raises ConfigError when one trajectory alone does not
+        fit."""
+        model, at = loaded or self.loaded, temperature or self.temperature
+
+        def work(batches: list[MicroBatch]) -> Tensor:
+            with self.workspace.using():
+                return score(model, table, batches, temperature=at, who=who, entropies=entropies)
+
         return self.token_budget.attempt(
             lambda: self.pack(table, trajectories),
-            lambda batches: score(model, table, batches, temperature=self.temperature, who=who, entropies=entropies),
+            work,
             longest=longest_trajectory(table, trajectories),
+            undo=self.workspace.release,
         )
 
     def backward(self, table: TokenTable, trajectories: list[int], weights: Tensor) -> TokenResults:
@@ -122,14 +132,19 @@ class Learner:
         def work(batches: list[MicroBatch]) -> TokenResults:
             results = TokenResults.empty(len(table.token_ids), table.dtype)
             objective, temperature = self.objective, self.temperature
-            run_batches(self.loaded, table, batches, weights, objective, results, temperature=temperature)
+            with self.workspace.using():
+                run_batches(self.loaded, table, batches, weights, objective, results, temperature=temperature)
             return results
+
+        def undo() -> None:
+            self.optimizer.zero_grad()
+            self.workspace.release()
 
         return self.token_budget.attempt(
             lambda: self.pack(table, trajectories),
             work,
             longest=longest_trajectory(table, trajectories),
-            undo=self.optimizer.zero_grad,
+            undo=undo,
         )
 
     @property
@@ -249,9 +264,11 @@ def run_updates(
         chosen = set(groups)
         members = [i for i, t in enumerate(table.trajectories) if t.group in chosen]
         running = [i for i in members if learner.runs(table, i)]
-        selection = learner.select(table, running, prepared, first=not done.updates) if running else {}
-        signal = learner.other_loss_terms or any(_has_signal(table, i) for i in running)
-        if not running or not signal:
+        if not _has_signal(learner, table, running, prepared.importance):
+            done.skipped += 1
+            continue
+        selection = learner.select(table, running, prepared, first=not done.updates)
+        if not _has_signal(learner, table, running, table.importance):
             done.skipped += 1
             continue
         weights = token_weights(
@@ -279,12 +296,17 @@ def run_updates(
     return done
 
 
-def _has_signal(table: TokenTable, trajectory: int) -> bool:
-    """Whether a policy term is left: a group's advantages may all sit on completions that are masked or left out, and a
-    correction may have cut what is left."""
-    rows = table.rows(trajectory)
-    term = table.advantages[rows] if table.importance is None else table.advantages[rows] * table.importance[rows]
-    return bool((term != 0).any())
+def _has_signal(learner: Learner, table: TokenTable, running: list[int], importance: Tensor | None) -> bool:
+    """Whether a loss term is left on one of these trajectories: a group's advantages may all sit on completions that
+    are masked or left out, and a correction or selection may have cut what is left."""
+    if learner.other_loss_terms:
+        return bool(running)
+    for trajectory in running:
+        rows = table.rows(trajectory)
+        term = table.advantages[rows] if importance is None else table.advantages[rows] * importance[rows]
+        if bool((term != 0).any()):
+            return True
+    return False
 
 
 def _compare(

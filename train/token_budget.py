@@ -9,15 +9,12 @@ other split. This holds for a budget that the user set too: a rare long batch sh
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from rhotrain.train.batching import MicroBatch
 from rhotrain.train.config import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 Result = TypeVar("Result")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rhotrain.model.load import save_model
 from rhotrain.rollout.completion import Completion, SamplingParams
-from rhotrain.train.advantages import Advantages, combined_advantages, group_advantages
+from rhotrain.train.advantages import Advantages, advantages_of
 from rhotrain.train.batching import TokenTable, make_table
 from rhotrain.train.budget import Budget, calibrate, excerpt
 from rhotrain.train.checkpoint import (
@@ -190,17 +190,7 @@ class Trainer:
 
     def advantages(self, rewards: Rewards, penalty_PG: Tensor) -> Advantages:
         """Of the rewards less the KL penalty [P, G]; `reward_aggregation` says in which order they are normalised."""
-        algo = self.config.algo
-        if algo.reward_aggregation == "normalize_then_sum":
-            return combined_advantages(
-                {name: part.where(~rewards.total.isnan(), torch.nan) for name, part in rewards.parts.items()},
-                rewards.weights,
-                std=algo.advantage_std,
-                eps=algo.advantage_eps,
-            )
-        return group_advantages(
-            rewards.total - penalty_PG, scale=algo.advantage_scale, std=algo.advantage_std, eps=algo.advantage_eps
-        )
+        return advantages_of(self.config.algo, rewards.total - penalty_PG, rewards.parts, rewards.weights)
 
     def kl_penalty(self, rewards: Rewards, table: TokenTable) -> Tensor:
         """float64 [P, G]: kl_in_reward times k1 = logprob - ref_logprob, summed over each completion; a constant.
@@ -257,6 +247,8 @@ class Trainer:
                 rollout_index=rollout.index,
                 on_update=lambda taken, total: self.console.phase("update", taken, total),
             )
+            if self.config.rollout.release_memory:
+                self.parts.learner.workspace.release()
         self.step_index += 1
         self.num_tokens += sum(len(t.prompt_ids) + t.num_tokens for t in table.trajectories)
         rewards = scored.rewards

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rhotrain.train.advantages import combined_advantages, group_advantages
+from rhotrain.train.advantages import advantages_of, combined_advantages, group_advantages
+from rhotrain.train.config import AlgoConfig
 
 NAN = math.nan
 REWARDS = [[1.0, 0.0, 0.25, 0.0], [3.0, -1.0, 2.5, 7.0], [0.5, 0.0, 0.0, 0.0]]
@@ -143,3 +144,17 @@ def test_an_unscorable_part_leaves_the_completion_out_of_all() -> None:
 def test_some_reward_must_count() -> None:
     with pytest.raises(ValueError, match="at least one reward must count"):
         combined_advantages({"a": torch.ones(1, 2)}, {"a": 0.0})
+
+
+def test_what_the_settings_ask_for() -> None:
+    """The total's advantages, penalty and all, or the parts' under their weights, where the total is known."""
+    parts = {"a": torch.tensor(REWARDS, dtype=torch.float64), "b": torch.tensor(REWARDS, dtype=torch.float64).flip(1)}
+    weights = {"a": 1.0, "b": 0.25}
+    total = parts["a"] + 0.25 * parts["b"]
+    total[0, 1] = NAN
+    plain = advantages_of(AlgoConfig(advantage_scale="batch", advantage_eps=0.5), total, parts, weights)
+    assert torch.equal(plain.values_PG, group_advantages(total, scale="batch", eps=0.5).values_PG)
+    each = advantages_of(AlgoConfig(reward_aggregation="normalize_then_sum"), total, parts, weights)
+    known = {name: part.where(~total.isnan(), NAN) for name, part in parts.items()}
+    assert torch.equal(each.values_PG, combined_advantages(known, weights, eps=AlgoConfig().advantage_eps).values_PG)
+    assert each.values_PG[0, 1] == 0.0 and not torch.equal(each.values_PG, plain.values_PG)

@@ -236,6 +236,15 @@ def test_without_signal_advantages_are_drawn_and_the_report_says_so() -> None:
     assert sum("drawn at random" in note for note in done.notes) == 1
 
 
+def test_updates_are_those_of_the_run_and_nothing_is_drawn_anew() -> None:
+    """reward_aggregation reaches the audit's updates too; dynamic sampling does not, and the report says so."""
+    rewards: dict[str, Any] = {"rewards": ("task", "length*0.1"), "reward_args": {"length": {"max_tokens": 4}}}
+    sums = run(updates=1, **rewards)
+    each = run(updates=1, **rewards, reward_aggregation="normalize_then_sum", dynamic_sampling=2)
+    assert sums.movement != each.movement
+    assert [any("dynamic_sampling" in note for note in done.notes) for done in (sums, each)] == [False, True]
+
+
 def test_the_audit_repeats_itself() -> None:
     settings = config(dropout=0.1)
     done = []

@@ -14,7 +14,6 @@ from torch import Tensor
 from rhotrain.model.load import LoadedModel
 from rhotrain.rollout.completion import SamplingParams
 from rhotrain.rollout.engine import Engine
-from rhotrain.train import causes
 from rhotrain.train.batching import TokenTable, make_table
 from rhotrain.train.budget import Budget, Difference
 from rhotrain.train.causes import (
@@ -123,12 +122,12 @@ def test_truncation_alone_is_the_log_of_the_kept_mass() -> None:
 def test_rounding_never_makes_a_kept_mass_above_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend whose full softmax comes out a little above the one over nearly all ids."""
     scene = Scene(top_k=75)
-    original = causes.score
+    original = Learner.score
 
-    def score(loaded: LoadedModel, table: TokenTable, *args: Any, **options: Any) -> Tensor:
-        return original(loaded, table, *args, **options) + (2e-6 if table.kept is None else 0.0)
+    def score(self: Learner, table: TokenTable, *args: Any, **options: Any) -> Tensor:
+        return original(self, table, *args, **options) + (2e-6 if table.kept is None else 0.0)
 
-    monkeypatch.setattr(causes, "score", score)
+    monkeypatch.setattr(Learner, "score", score)
     chain = scene.trace(scene.held(replay=False))
     assert bool((chain.links["truncation"] <= 0).all())
     alone(chain, None)

@@ -188,6 +188,25 @@ def test_the_frozen_scores_serve_the_first_update_and_no_later_one(monkeypatch: 
     assert len(done.updates) == 3 and len(calls) == 1 + 2
 
 
+def test_a_minibatch_without_signal_is_not_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    algo = AlgoConfig(old_logprobs="sampler", off_policy_mask=0.01, minibatches_per_rollout=2)
+    learner, rollout, made = start(algo)
+    for i, trajectory in enumerate(made.trajectories):
+        if trajectory.group < rollout.num_groups // 2:
+            made.advantages[made.rows(i)] = 0.0
+    scored: list[list[int]] = []
+    plain = type(learner).score
+
+    def note(self: Any, table: TokenTable, which: list[int], **options: Any) -> torch.Tensor:
+        scored.append(which)
+        return plain(self, table, which, **options)
+
+    monkeypatch.setattr(type(learner), "score", note)
+    done = run_updates(learner, made, rollout.num_groups, rollout_index=0)
+    assert done.skipped == 1 and len(done.updates) == 1
+    assert [{made.trajectories[i].group for i in which} for which in scored] == [{3, 4, 5}]
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

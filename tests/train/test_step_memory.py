@@ -1,6 +1,7 @@
 """Memory of an optimiser step: linear in the completions' length, and never N x V."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,8 +34,11 @@ def _small_chunk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def model(checkpointing: bool = False) -> LoadedModel:
-    return tiny_model("llama", vocab_size=VOCAB, hidden_size=HIDDEN, gradient_checkpointing=checkpointing)
+def model(checkpointing: bool = False, family: str = "llama") -> LoadedModel:
+    """Every row of the head counts: the tiny tokenizer has 77 ids, and the rest would be padding."""
+    loaded = tiny_model(family, vocab_size=VOCAB, hidden_size=HIDDEN, gradient_checkpointing=checkpointing)
+    loaded.vocab_size = VOCAB
+    return loaded
 
 
 def table(length: int) -> TokenTable:
@@ -115,3 +119,18 @@ def test_nothing_has_the_size_of_tokens_times_vocabulary(checkpointing: bool) ->
     head = VOCAB * HIDDEN  # gradients of the head
     assert largest.elements <= max(CHUNK_ROWS * VOCAB, head, whole // 8), largest.operator
     assert largest.elements >= CHUNK_ROWS * VOCAB, "the chunk itself was seen"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_head_allocates_its_chunk_once(family: str) -> None:
+    """Scoring and updates of many micro-batches, reference included: one buffer of logits (and one of tanh under a
+    softcap), whatever number of rows each has."""
+    learner = make_learner(model(family=family), replace(ALGO, num_iterations=2), token_budget=120, max_new_tokens=64)
+    made = table(48)
+    for some in ([0], [0, 1, 2], list(range(len(made.trajectories)))):  # micro-batches of several sizes
+        learner.score(made, some, loaded=model(family=family))
+    assert len(run_updates(learner, made, GROUPS, rollout_index=0).updates) == 2
+    buffers = 2 if family == "gemma2" else 1
+    assert learner.workspace.allocations == buffers
+    columns = -(-VOCAB // 16) * 16
+    assert learner.workspace.nbytes == buffers * CHUNK_ROWS * columns * 4
