@@ -215,10 +215,10 @@ def load_models(spec: str, device: torch.device) -> Models:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     hf: Any
     if spec in RANDOM_MODELS:
-        hf = _random_model(RANDOM_MODELS[spec], device, dtype)
+        hf = random_model(RANDOM_MODELS[spec], device, dtype)
         vocab = RANDOM_MODELS[spec]["vocab_size"]
         loaded = adopt_model(
-            copy.deepcopy(hf), _numbers_tokenizer(vocab), spec=f"random {spec}", fused_layers=FUSED_LAYERS[device.type]
+            copy.deepcopy(hf), numbers_tokenizer(vocab), spec=f"random {spec}", fused_layers=FUSED_LAYERS[device.type]
         )
         folder = None
     else:
@@ -237,7 +237,7 @@ def load_models(spec: str, device: torch.device) -> Models:
     return Models(spec, hf.eval(), loaded, folder)
 
 
-def _random_model(options: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+def random_model(options: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -245,11 +245,13 @@ def _random_model(options: dict[str, Any], device: torch.device, dtype: torch.dt
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**options), dtype=dtype)
 
 
-def _numbers_tokenizer(vocab: int) -> Any:
-    """Every id is a token, so that the real vocabulary is the whole head; nothing is ever encoded with it."""
+def numbers_tokenizer(vocab: int) -> Any:
+    """Every id is a token, so that the real vocabulary is the whole head: `<7> <9>` are the ids 7 and 9."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(WordLevel({f"<{i}>": i for i in range(vocab)}, unk_token="<0>"))
+    core.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<0>", bos_token="<1>", eos_token="<2>")

@@ -190,18 +190,18 @@ def watched(device: torch.device) -> Iterator[Watch]:
         found.peak_mib = (torch.cuda.max_memory_allocated(device) - before) / 2**20
         return
     reset = _reset_high_water()
-    before, busy, own = psutil.Process().memory_info().rss, _busy_seconds(), time.process_time()
+    before, busy, own = psutil.Process().memory_info().rss, busy_seconds(), time.process_time()
     start = time.perf_counter()
     yield found
     available = (time.perf_counter() - start) * (psutil.cpu_count() or 1)
-    foreign = _busy_seconds() - busy - (time.process_time() - own)
+    foreign = busy_seconds() - busy - (time.process_time() - own)
     found.others = min(1.0, max(0.0, foreign / available))
     peak = _high_water_bytes() if reset else None
     if peak is not None:
         found.peak_mib = max(0.0, (peak - before) / 2**20)
 
 
-def _busy_seconds() -> float:
+def busy_seconds() -> float:
     """CPU time of all processes and of other machines on this one. A second busy process makes a GEMM of all cores up
     to ten times slower, as each waits for the slowest: figures without this say little."""
     times = psutil.cpu_times()

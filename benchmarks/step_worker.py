@@ -1,154 +1,110 @@
-"""Runs whole GRPO steps with one trainer in a process of its own; prints one JSON line: seconds per step, peak memory.
+"""One side in a process of its own, because peak memory is per process; prints one JSON line.
 
-    python benchmarks/step_worker.py rhotrain|trl SETTINGS_JSON
+    python benchmarks/step_worker.py SIDE SETTINGS_JSON
 
-Both sides get the same model files, questions, prompts, group size, lengths, temperature, learning rate and reward,
-take one update per rollout and use the same number of threads. A process each, because peak memory is per process.
+SIDE: rhotrain, trl or plain (step_sides.py). What comes back: `parity` (loss and norm of the gradient, a sample of
+which is in the job's file), `update` (seconds of each update of the fixed rollout), `steps` and `phases` (seconds of
+each whole step and of its parts), `spans` (phase, start, end on the system's monotonic clock), `peaks` (CUDA: phase ->
+bytes of the allocator), `tokens` (mean lengths).
 """
 
 import json
-import resource
-import statistics
 import sys
-import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from step_cases import Case
+from torch import Tensor, nn
 
-from rhotrain.model.sources import resolve_spec
-from rhotrain.train.config import (
-    AlgoConfig,
-    Config,
-    EvalConfig,
-    ModelConfig,
-    OptimConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    TaskConfig,
-)
-
-SUFFIX = "Reply with the number only."
+SAMPLED = 64
+"""Every so many-th element of a parameter's gradient is compared."""
 
 
-def peak_gib() -> float:
-    """Peak resident memory of this process (GPU: peak of the allocator)."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a side is asked to do. model: folder. steps, updates: how many are timed after one that is not."""
+
+    case: Case
+    model: str
+    prompts: str
+    rollout: str
+    gradient: str
+    steps: int
+    updates: int
+    threads: int
+    lr: float = 1e-6
+
+    @staticmethod
+    def of(text: str) -> "Job":
+        values = json.loads(text)
+        case = Case(**{**values.pop("case"), "on": ()})
+        return Job(case=case, **values)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def fixed(self) -> dict[str, Any]:
+        """The rollout of `step_cases.write_rollout`."""
+        content: dict[str, Any] = json.loads(Path(self.rollout).read_text())
+        return content
 
 
-def config_of(settings: dict[str, Any], folder: str) -> Config:
-    """The run that both sides are compared on, in this project's words."""
-    return Config(
-        model=ModelConfig(model=settings["model"]),
-        task=TaskConfig(
-            task="chain_sum",
-            task_args={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
-            prompt_suffix=SUFFIX,
-            train_size=200,
-        ),
-        reward=RewardConfig(rewards=("bare_number",)),
-        rollout=RolloutConfig(
-            prompts_per_step=settings["prompts"],
-            group_size=settings["group"],
-            max_new_tokens=settings["max_new_tokens"],
-        ),
-        algo=AlgoConfig(objective="grpo", zero_variance="keep"),
-        optim=OptimConfig(lr=settings["lr"], token_budget=settings["token_budget"]),
-        eval=EvalConfig(eval_size=0),
-        run=RunConfig(steps=settings["steps"], out=folder),
-    )
+@dataclass
+class Record:
+    """What the worker reports."""
+
+    parity: dict[str, Any] = field(default_factory=dict)
+    update: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    phases: dict[str, list[float]] = field(default_factory=dict)
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    peaks: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, float] = field(default_factory=dict)
+    shape: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Seconds, and on CUDA the allocator's peak, of what runs inside."""
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.monotonic()
+        yield
+        if cuda:
+            torch.cuda.synchronize()
+            self.peaks[name] = max(self.peaks.get(name, 0), torch.cuda.max_memory_allocated())
+        end = time.monotonic()
+        self.spans.append((name, start, end))
+        self.phases.setdefault(name, []).append(end - start)
 
 
-def run_rhotrain(settings: dict[str, Any]) -> dict[str, Any]:
-    from rhotrain.train.trainer import Trainer
-
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config_of(settings, str(Path(folder) / "run")))
-        steps = [trainer.step() for _ in range(settings["steps"])]
-        trainer.folder.close()
-    phases = {p: statistics.median(s[f"time/{p}"] for s in steps[1:]) for p in ("rollout", "reward", "update")}
-    return {
-        "seconds": [s["step_time"] for s in steps],
-        "phases": phases,
-        "tokens": [s["completions/mean_length"] for s in steps],
-    }
-
-
-def run_trl(settings: dict[str, Any]) -> dict[str, Any]:
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore
-
-    from rhotrain.train.reward_functions import bare_number
-    from rhotrain.train.tasks import load_task
-
-    folder, _ = resolve_spec(settings["model"])
-    task = load_task(config_of(settings, "unused").task, 0)
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{q.prompt} {SUFFIX}"}], "answer": q.fields["answer"]}
-        for q in task.train
-    ]
-    lengths: list[float] = []
-
-    def reward(
-        completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any
-    ) -> list[float | None]:
-        lengths.append(statistics.fmean(map(len, completion_ids)))
-        scores = bare_number(completions=[c[0]["content"] for c in completions], answer=answer)
-        return [0.0 if s is None else s for s in scores]
-
-    times: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.start = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            times.append(time.perf_counter() - self.start)
-
-    with tempfile.TemporaryDirectory() as out:
-        arguments = GRPOConfig(
-            output_dir=out,
-            per_device_train_batch_size=settings["prompts"] * settings["group"],
-            num_generations=settings["group"],
-            max_completion_length=settings["max_new_tokens"],
-            max_steps=settings["steps"],
-            learning_rate=settings["lr"],
-            lr_scheduler_type="constant",
-            temperature=1.0,
-            beta=0.0,
-            loss_type="dapo",
-            gradient_checkpointing=False,
-            bf16=torch.cuda.is_available(),
-            use_cpu=not torch.cuda.is_available(),
-            report_to="none",
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-        )
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-        trainer = GRPOTrainer(
-            model=model,
-            reward_funcs=reward,
-            args=arguments,
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
-            callbacks=[Clock()],
-        )
-        trainer.train()
-    return {"seconds": times, "tokens": lengths}
+def save_gradient(model: nn.Module, path: str) -> float:
+    """Write a sample of every parameter's gradient by name; returns the norm of the whole."""
+    grads: dict[str, Tensor] = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    torch.save({name: g.detach().flatten()[::SAMPLED].float().cpu() for name, g in grads.items()}, path)
+    return float(torch.stack([g.float().norm() for g in grads.values()]).norm())
 
 
 def main() -> None:
-    side, settings = sys.argv[1], json.loads(sys.argv[2])
-    torch.set_num_threads(settings["threads"])
-    result = {"rhotrain": run_rhotrain, "trl": run_trl}[side](settings)
-    print(json.dumps({"side": side, "peak_gib": peak_gib(), **result}))
+    from step_sides import SIDES
+
+    side, job = sys.argv[1], Job.of(sys.argv[2])
+    torch.set_num_threads(job.threads)
+    torch.manual_seed(0)
+    record = Record()
+    SIDES[side](job, record)
+    print(json.dumps(vars(record)))
 
 
 if __name__ == "__main__":

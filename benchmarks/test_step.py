@@ -1,65 +1,188 @@
-"""A whole GRPO step (rollout, reward, update) beside TRL's GRPOTrainer: seconds and peak memory, in one run.
+"""Whole GRPO steps (rollout, reward, update) and the update alone, beside TRL's GRPOTrainer and a plain PyTorch loop.
 
-    make bench            (installs the peers first)
+    make bench ARGS="benchmarks/test_step.py"      on a CPU: SmolLM2-135M, float32; ten to twenty minutes on two cores
+    make bench-gpu                                 on an NVIDIA GPU: the shape of Qwen3-0.6B, bfloat16, random weights
 
-Both sides: SmolLM2-135M, 4 prompts x 8 completions x 32 new tokens, float32 on a CPU, one update per rollout. The first
-step of each side is a warm-up and not counted. The ratio of the medians counts, not the seconds.
+Every side runs in a process of its own, the sides in turn, with the same model files, prompts of the same length,
+number of new tokens, temperature, learning rate, reward and threads. First each side computes loss and gradient of one
+fixed rollout; a side whose loss or gradient is not the plain loop's has no figures. Then updates of that rollout are
+timed, then whole steps; the first of each is a warm-up. Peaks are of the resident memory by phase, on CUDA of the
+allocator.
+
+Settings, from the environment:
+    RHOTRAIN_STEP_MODEL    smollm2 (default on a CPU), qwen3-0.6b (default on a GPU), tiny, or what load_model takes
+    RHOTRAIN_STEP_ROUNDS   processes of every side in every case (default 1)
+    RHOTRAIN_STEP_STEPS    timed steps and updates of a process (default 3)
+    RHOTRAIN_STEP_PEERS    of trl, plain, with commas (default: both; without plain nothing proves the others)
+One case: -k short-prompts. Results as data: --bench-json PATH or auto.
 """
 
 import importlib.util
-import json
 import os
-import statistics
-import subprocess
-import sys
+import tempfile
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-WORKER = Path(__file__).with_name("step_worker.py")
-SETTINGS = {
-    "model": "smollm2",
-    "prompts": 4,
-    "group": 8,
-    "max_new_tokens": 32,
-    "lr": 1e-6,
-    "steps": 5,
-    "token_budget": 4096,
-    "threads": os.cpu_count() or 1,
-}
-
-
-def run_side(side: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(WORKER), side, json.dumps(SETTINGS)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("trl") is None, reason="TRL is not installed: pip install 'rhotrain[bench]'"
+import torch
+from kernel_limits import describe_machine, device_name
+from rollout_cases import RANDOM_MODELS
+from rollout_limits import ModelShape, measure_roofline
+from step_cases import Case, cases, write_model, write_prompts, write_rollout
+from step_process import SideFailed, run_side
+from step_report import (
+    Row,
+    beside_prime_rl,
+    compare,
+    fill,
+    gradient_error,
+    parity_failure,
+    result_path,
+    table,
+    write_json,
 )
-def test_whole_step_beside_trl(benchmark: Any) -> None:
-    ours: dict[str, Any] = {}
+from step_worker import Job
 
-    def measure() -> None:
-        ours.update(run_side("rhotrain"))
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PEERS = ("plain", "trl")
 
-    benchmark.pedantic(measure, rounds=1, iterations=1)
-    theirs = run_side("trl")
-    mine, peer = statistics.median(ours["seconds"][1:]), statistics.median(theirs["seconds"][1:])
-    benchmark.extra_info.update(
-        {
-            "rhotrain_seconds": mine,
-            "trl_seconds": peer,
-            "ratio": peer / mine,
-            "rhotrain_peak_gib": ours["peak_gib"],
-            "trl_peak_gib": theirs["peak_gib"],
-            "phases": ours["phases"],
-            "mean_tokens": [statistics.fmean(ours["tokens"]), statistics.fmean(theirs["tokens"])],
+
+def model_name() -> str:
+    return os.environ.get("RHOTRAIN_STEP_MODEL") or ("qwen3-0.6b" if DEVICE.type == "cuda" else "smollm2")
+
+
+class StepRun:
+    """What a session measures, and its end: the table, and the file of `--bench-json`."""
+
+    def __init__(self, others: Any, folder: Path) -> None:
+        self.others, self.folder = others, folder
+        self.rows: list[Row] = []
+        self.rounds = int(os.environ.get("RHOTRAIN_STEP_ROUNDS") or 1)
+        self.steps = int(os.environ.get("RHOTRAIN_STEP_STEPS") or 3)
+        asked = os.environ.get("RHOTRAIN_STEP_PEERS")
+        self.peers = PEERS if asked is None else tuple(name.strip() for name in asked.split(",") if name.strip())
+        if set(self.peers) - set(PEERS) or min(self.rounds, self.steps) < 1:
+            raise pytest.UsageError(
+                f"RHOTRAIN_STEP_PEERS: {asked!r}, RHOTRAIN_STEP_ROUNDS: {self.rounds}, RHOTRAIN_STEP_STEPS: "
+                f"{self.steps}; peers are {', '.join(PEERS)}, rounds and steps 1 or more"
+            )
+
+    @cached_property
+    def model(self) -> str:
+        return write_model(model_name(), self.folder, DEVICE)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.model)
+
+    @cached_property
+    def flop_per_s(self) -> float:
+        return measure_roofline(DEVICE).flop_per_s
+
+    def job(self, case: Case, side: str) -> Job:
+        """The files of a case are written once."""
+        prompts, rollout = self.folder / f"{case}.jsonl", self.folder / f"{case}.json"
+        if not rollout.exists():
+            write_prompts(case, self.tokenizer, prompts)
+            write_rollout(case, self.tokenizer, prompts, rollout)
+        return Job(
+            case=case,
+            model=self.model,
+            prompts=str(prompts),
+            rollout=str(rollout),
+            gradient=str(self.folder / f"{case}-{side}.pt"),
+            steps=self.steps,
+            updates=self.steps,
+            threads=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        )
+
+    def settings(self) -> dict[str, Any]:
+        name = model_name()
+        return {
+            "model": name,
+            "weights": "random" if name in RANDOM_MODELS else "trained",
+            "dtype": "bfloat16" if DEVICE.type == "cuda" else "float32",
+            "rounds": self.rounds,
+            "steps": self.steps,
         }
-    )
-    print(json.dumps(benchmark.extra_info, indent=2))
+
+    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
+        if not self.rows:
+            return
+        where, limits = device_name(DEVICE), {"gemm GFLOP/s": self.flop_per_s / 1e9}
+        terminalreporter.section("steps, beside the peers and what the machine reaches")
+        terminalreporter.write_line(f"{model_name()} on {where}: gemm GFLOP/s {limits['gemm GFLOP/s']:.4g}")
+        for line in table(self.rows):
+            terminalreporter.write_line(line)
+        wanted = config.getoption("--bench-json")
+        if wanted:
+            path = result_path(wanted, where, others_too=bool(self.others.rows))
+            write_json(path, describe_machine(DEVICE), self.settings(), limits, self.rows)
+            terminalreporter.write_line(f"written to {path}")
+
+
+@pytest.fixture(scope="session")
+def step_run(pytestconfig: pytest.Config, kernel_run: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        run = StepRun(kernel_run, Path(folder))
+        pytestconfig.pluginmanager.register(run)
+        yield run
+
+
+@pytest.mark.parametrize("case", cases(model_name(), DEVICE), ids=str)
+def test_step(case: Case, benchmark: Any, step_run: StepRun) -> None:
+    if benchmark.disabled:
+        pytest.skip("--benchmark-disable: nothing to measure")
+    sides = ["plain", *(p for p in step_run.peers if p != "plain"), "rhotrain"]
+    results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    reasons: dict[str, str] = {}
+    if importlib.util.find_spec("trl") is None:
+        reasons["trl"] = "TRL is not installed: pip install 'rhotrain[bench]'"
+
+    def one_round() -> None:
+        for side in sides:
+            if side in reasons:
+                continue
+            try:
+                results[side].append(run_side(side, step_run.job(case, side)))
+            except SideFailed as error:
+                reasons[side] = str(error)
+
+    benchmark.pedantic(one_round, rounds=step_run.rounds, iterations=1)
+    rows = report(case, results, reasons, step_run)
+    step_run.rows += rows
+    ours = rows[0]
+    if ours.status != "ok":
+        pytest.fail(f"{case}: no speed is reported: {ours.reason}", pytrace=False)
+
+
+def report(case: Case, results: dict[str, list[dict[str, Any]]], reasons: dict[str, str], run: StepRun) -> list[Row]:
+    """The rows of a case, ours first; parity comes before speed."""
+    rows = {side: Row(case=case.name, by=side, reason=reasons.get(side, "")) for side in results}
+    if results["rhotrain"]:
+        shape = ModelShape(**results["rhotrain"][0]["shape"], kv_bytes=0, itemsize=0)
+    truth = None if not results["plain"] else load_gradient(run.job(case, "plain"))
+    for side, row in rows.items():
+        if side in reasons or not results[side]:
+            continue
+        if truth is not None:
+            row.loss_error = max(
+                abs(r["parity"]["loss"] - results["plain"][0]["parity"]["loss"]) for r in results[side]
+            )
+            row.gradient_error = gradient_error(load_gradient(run.job(case, side)), truth)
+        row.reason = parity_failure(row, DEVICE.type) or ""
+        if not row.reason and results["rhotrain"]:
+            fill(row, case, results[side], shape, run.flop_per_s)
+    ours = rows.pop("rhotrain")
+    for peer in rows.values():
+        compare(ours, peer, case)
+    beside_prime_rl(ours)
+    return [ours, *rows.values()]
+
+
+def load_gradient(job: Job) -> dict[str, torch.Tensor]:
+    sample: dict[str, torch.Tensor] = torch.load(job.gradient, weights_only=True)
+    return sample

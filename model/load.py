@@ -9,12 +9,14 @@ from torch import nn
 
 from rhotrain.kernels.flash import AttentionChoice
 from rhotrain.model import sources
+from rhotrain.model.adapter import ADAPTER_CONFIG, Adapter
 from rhotrain.model.attention import ATTENTION_NAME, attach_state
 from rhotrain.model.dropout import zero_dropout
 from rhotrain.model.folders import write_folder
 from rhotrain.model.fused import fuse_layers
 from rhotrain.model.head import head_of
 from rhotrain.model.loaded import LoadedModel, LoadError, check_dropout, quiet_transformers
+from rhotrain.model.lora import LoraSpec, add_adapter, is_adapter_folder, open_adapter
 from rhotrain.model.probe import probe as run_probe
 from rhotrain.model.probe import refuse_by_config
 from rhotrain.model.vocabulary import generation_notes, real_vocabulary, stop_ids
@@ -33,9 +35,11 @@ def load_model(
     dropout: float = 0.0,
     fused_layers: str = "off",
     attention: AttentionChoice = "auto",
+    lora: LoraSpec | None = None,
     probe: bool = True,
 ) -> LoadedModel:
-    """Load `spec`: a Hugging Face folder, a hub id, a .gguf file, or a preset (`tiny-sums`, `smollm2`).
+    """Load `spec`: a Hugging Face folder, a hub id, a .gguf file, a preset (`tiny-sums`, `smollm2`), or the folder of a
+    PEFT adapter, which names its base.
 
     device `auto`: CUDA where there is one. dtype `auto`: bfloat16 on CUDA, float32 on a CPU.
     tokenizer: folder or hub id of another tokenizer. need_chat_template: refuse a tokenizer without one.
@@ -44,17 +48,28 @@ def load_model(
     `liger`,
         `compile`, `torch`, or what `LoadedModel.fused_layers` of an earlier load says.
     attention: force an attention backend; `auto` takes the best that is here.
+    lora: put a new adapter into the model, to be trained instead of the weights.
     Raises LoadError; its message names the model and the reason or the fix.
     """
     check_dropout(spec, dropout)
     place = sources.resolve_device(device)
     kind = sources.resolve_dtype(dtype, place)
+    folder = Path(spec).expanduser()
+    opened = folder if is_adapter_folder(folder) else None
+    if opened is not None and lora is not None:
+        raise LoadError(f"{spec}: is an adapter with a rank of its own; leave lora_rank at 0 to go on with it")
     with quiet_transformers():
         source, options = sources.resolve_spec(spec)
         sources.read_config(spec, source, options)
         text = sources.read_tokenizer(tokenizer or spec, *_tokenizer_source(tokenizer, source, options))
         model, notes = sources.read_weights(spec, source, kind, options)
         model = model.to(place)
+        adapter = None
+        if opened is not None:
+            adapter = open_adapter(model, opened, spec=spec)
+        elif lora is not None:
+            named = spec if spec.endswith(".gguf") else source
+            adapter = add_adapter(model, lora, spec=spec, base=_lasting(named))
     return adopt_model(
         model,
         text,
@@ -64,6 +79,7 @@ def load_model(
         dropout=dropout,
         fused_layers=fused_layers,
         attention=attention,
+        adapter=adapter,
         probe=probe,
         notes=notes,
     )
@@ -79,11 +95,13 @@ def adopt_model(
     dropout: float = 0.0,
     fused_layers: str = "off",
     attention: AttentionChoice = "auto",
+    adapter: Adapter | None = None,
     probe: bool = True,
     notes: tuple[str, ...] = (),
 ) -> LoadedModel:
     """Turn a Hugging Face causal LM in memory into a LoadedModel, changing it in place: our attention, train
-    mode, no dropout, neutral generation settings. `dropout`, `fused_layers`, `attention` as in `load_model`: a model
+    mode, no dropout, neutral generation settings. adapter: what `add_adapter` put into it. `dropout`, `fused_layers`,
+    `attention` as in `load_model`: a model
     without a place for dropout is refused. Raises LoadError for what cannot be trained or sampled honestly."""
     hf: Any = model
     check_dropout(spec, dropout)
@@ -122,8 +140,9 @@ def adopt_model(
         generation_config=generation,
         config_dropout=config_dropout,
         dropout=dropout,
-        notes=(*notes, *dropout_notes, *generation_notes(generation), *position_notes),
+        notes=(*notes, *dropout_notes, *generation_notes(generation), *position_notes, *_notes_of(adapter)),
         gradient_checkpointing=gradient_checkpointing,
+        adapter=adapter,
     )
     loaded.attention.backend = attention
     if fused_layers != "off":
@@ -135,6 +154,16 @@ def adopt_model(
     if dropout:
         loaded.notes = (*loaded.notes, _dropout_note(loaded))
     return loaded
+
+
+def _notes_of(adapter: Adapter | None) -> tuple[str, ...]:
+    return () if adapter is None else adapter.notes
+
+
+def _lasting(source: str) -> str:
+    """A local path as an absolute one, since an adapter outlives the folder that it was started in; hub ids stay."""
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.exists() else source
 
 
 def _dropout_note(loaded: LoadedModel) -> str:
@@ -166,18 +195,25 @@ def enable_checkpointing(model: Any, *, keep_random_state: bool = False) -> None
 
 def save_model(loaded: LoadedModel, folder: str | os.PathLike[str]) -> Path:
     """Write a folder that AutoModelForCausalLM and AutoTokenizer open: weights, config as it came,
-    tokenizer, generation config. Atomic: a temporary folder beside it is renamed. An earlier model folder of
+    tokenizer, generation config. With an adapter: the adapter in PEFT's format, and the tokenizer.
+    Atomic: a temporary folder beside it is renamed. An earlier model folder of
     that name is replaced as a whole.
 
     Raises LoadError when `folder` holds something that is not a model.
     """
     target = Path(folder)
-    if target.exists() and any(target.iterdir()) and not (target / "config.json").exists():
+    known = any((target / name).exists() for name in ("config.json", ADAPTER_CONFIG))
+    if target.exists() and any(target.iterdir()) and not known:
         raise LoadError(f"{target}: is not empty and holds no model (no config.json); choose another folder")
     target.parent.mkdir(parents=True, exist_ok=True)
 
     def write(temporary: Path) -> None:
         model: Any = loaded.model
+        if loaded.adapter is not None:
+            loaded.adapter.save(model, temporary)
+            with quiet_transformers():
+                loaded.tokenizer.save_pretrained(temporary)
+            return
         with quiet_transformers(), loaded.with_dropout(0.0), loaded.config_dropout.restored():
             model.save_pretrained(temporary)
             loaded.tokenizer.save_pretrained(temporary)

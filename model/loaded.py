@@ -3,13 +3,14 @@ about them."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rhotrain.model.adapter import Adapter
 from rhotrain.model.attention import AttentionState, LayerCall, PackedContext, PagedContext
 from rhotrain.model.dropout import TRIAL, ConfigDropout, DropoutSite, find_sites, probabilities
 from rhotrain.model.head import Head, head_of
@@ -46,6 +47,7 @@ class LoadedModel:
     dropout: the probability that `with_dropout` puts in; 0 unless a user asked for dropout by name.
     notes: what was changed or not applied, for the log.
     fused_layers: how RMSNorm, gated MLP and rotary run, as `load_model` takes it; `auto` is resolved here.
+    adapter: the LoRA adapter that is trained instead of the weights. adapter_off: this view computes as the base does.
     """
 
     model: nn.Module
@@ -62,6 +64,8 @@ class LoadedModel:
     gradient_checkpointing: bool = False
     policy_version: int = 0
     fused_layers: str = "off"
+    adapter: Adapter | None = None
+    adapter_off: bool = False
 
     @property
     def config(self) -> Any:
@@ -138,7 +142,20 @@ class LoadedModel:
     def with_attention(self, context: PackedContext | PagedContext) -> AbstractContextManager[None]:
         """Context manager that sets the attention context. Keep it open until backward has ended:
         checkpointing runs the layers again, and they must see the same context."""
-        return self.attention.using(context)
+        return self._without_adapter(context) if self.adapter_off else self.attention.using(context)
+
+    @contextmanager
+    def _without_adapter(self, context: PackedContext | PagedContext) -> Iterator[None]:
+        assert self.adapter is not None
+        with self.adapter.off(), self.attention.using(context):
+            yield
+
+    def base(self) -> "LoadedModel":
+        """The same modules with the adapter off whenever this view computes: the reference of a LoRA run, at no further
+        memory. Raises LoadError without an adapter."""
+        if self.adapter is None:
+            raise LoadError(f"{self.spec}: has no adapter, so there is no base apart from it")
+        return replace(self, adapter_off=True)
 
     @cached_property
     def _sites(self) -> tuple[DropoutSite, ...]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from rhotrain.model.adapter import merged_weight, merges, sources
 from rhotrain.model.attention import PackedContext
 from rhotrain.model.head import Head
 from rhotrain.model.loaded import LoadedModel
@@ -66,11 +67,12 @@ class _Product:
 
     def fill(self, packed: Tensor) -> None:
         """Take a packed copy of the modules' weights; their biases go side by side, 0 for a module that has none."""
-        weights = [_weight(module) for module in self.modules]
         biases = [_bias(module) for module in self.modules]
-        self.packed, self.sizes = packed, [len(weight) for weight in weights]
-        if any(bias is not None for bias in biases):
-            self.bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases)])
+        self.packed, self.sizes = packed, [_shape(module)[0] for module in self.modules]
+        given = next((bias for bias in biases if bias is not None), None)
+        if given is not None:
+            columns = [given.new_zeros(n) if b is None else b for n, b in zip(self.sizes, biases)]
+            self.bias = torch.cat(columns)
 
     def forget(self) -> None:
         """Drop what was kept for siblings that did not come."""
@@ -118,7 +120,8 @@ class PackedWeights:
         with torch.no_grad(), packed.using(), loaded.with_attention(context):
             logits_NV = packed.head_logits(loaded.hidden(input_ids_T, position_ids_T)[rows])
 
-    Packs nn.Linear and gpt2's Conv1D of the body, in float32 and, where oneDNN has it, bfloat16. The head is packed in
+    Packs nn.Linear and gpt2's Conv1D of the body, in float32 and, where oneDNN has it, bfloat16; a LoRA layer over
+    float32 weights as the sum of both (adapter.py). The head is packed in
     float32 for either, a tied one apart from the embedding. Left alone: products of fewer than `min_elements` weights,
     subclasses, modules with hooks or a replaced forward, the fused expert weights of transformers' MoE layers.
     packs: how often the weights were packed; pack_seconds: the seconds of all of them together.
@@ -249,7 +252,7 @@ class PackedWeights:
         """The products, found at the first call."""
         if self._products is None:
             found = [_Product(group) for group in _siblings(self.loaded)]
-            self._products = [p for p in found if sum(_weight(m).numel() for m in p.modules) >= self.min_elements]
+            self._products = [p for p in found if sum(_shape(m).numel() for m in p.modules) >= self.min_elements]
         return self._products
 
     def _tensors(self, head: Head) -> list[Tensor]:
@@ -257,8 +260,7 @@ class PackedWeights:
         tensors: list[Tensor | None] = [head.weight]
         for product in self._find():
             for module in product.modules:
-                linear: Any = module
-                tensors += [linear.weight, linear.bias]
+                tensors += [*_sources(module), _bias(module)]
         return [tensor.detach() for tensor in tensors if tensor is not None]
 
     def _pack_all(self, head: Head) -> None:
@@ -269,7 +271,8 @@ class PackedWeights:
             if any(weight.dtype != self.loaded.dtype for weight in weights):
                 continue
             # By address: parameters are replaced, and two of them may share one storage.
-            key = tuple((weight.data_ptr(), weight.shape) for weight in weights)
+            parts = [part for module in product.modules for part in _sources(module)]
+            key = tuple((part.data_ptr(), part.shape) for part in parts)
             if key not in done:
                 done[key] = _pack(weights[0] if len(weights) == 1 else torch.cat(weights))
             product.fill(done[key])
@@ -290,13 +293,43 @@ def packed_weights(loaded: LoadedModel) -> PackedWeights:
 
 def _weight(module: nn.Module) -> Tensor:
     """The weight as [out, in]; Conv1D keeps it transposed. Detached: the packed copy is outside of autograd."""
+    if merges(module):
+        return merged_weight(module)
     weight: Any = module.weight
     return weight.detach().t() if type(module) is Conv1D else weight.detach()
 
 
+def _sources(module: nn.Module) -> list[Tensor]:
+    """The tensors that `_weight` is made of."""
+    if merges(module):
+        return sources(module)
+    weight: Any = module.weight
+    return [weight]
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """The nn.Linear or Conv1D: the module itself, or the one under its adapter."""
+    base: Any = module
+    return base.base_layer if merges(module) else module
+
+
+def _shape(module: nn.Module) -> torch.Size:
+    """[out, in]."""
+    shape = _sources(module)[0].shape
+    return torch.Size(reversed(shape)) if type(_plain(module)) is Conv1D else shape
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """The plain layers inside of a LoRA layer that is packed as one."""
+    return [part for part in module.modules() if type(part) in (nn.Linear, Conv1D)] if merges(module) else []
+
+
 def _untouched(module: nn.Module) -> bool:
     """True without hooks, without a forward of its own (the class's is known), and with a weight that is a parameter
-    and not computed in a hook."""
+    and not computed in a hook; for a LoRA layer the same of what is in it."""
+    if parts := _parts(module):
+        plain = not (module._forward_hooks or module._forward_pre_hooks) and "forward" not in module.__dict__
+        return plain and all(map(_untouched, parts))
     hooks = module._forward_hooks or module._forward_pre_hooks
     return not hooks and "forward" not in module.__dict__ and "weight" in module._parameters
 
@@ -343,7 +376,9 @@ def _siblings(loaded: LoadedModel) -> list[tuple[nn.Module, ...]]:
 
     Found by one small forward. A linear that it does not call (an expert) is alone.
     """
-    candidates = [module for module in loaded.body.modules() if type(module) in (nn.Linear, Conv1D)]
+    modules = list(loaded.body.modules())
+    inside = {part for module in modules for part in _parts(module)}
+    candidates = [m for m in modules if (type(m) in (nn.Linear, Conv1D) and m not in inside) or merges(m)]
     candidates = [module for module in candidates if _untouched(module)]
     runs: list[list[nn.Module]] = []
     latest: list[tuple[Tensor, int]] = []
@@ -371,8 +406,8 @@ def _siblings(loaded: LoadedModel) -> list[tuple[nn.Module, ...]]:
 
 
 def _alike(first: nn.Module, second: nn.Module) -> bool:
-    same_kind = type(first) is type(second) and _weight(first).dtype == _weight(second).dtype
-    return same_kind and _weight(first).shape[1] == _weight(second).shape[1]
+    same_type = _sources(first)[0].dtype == _sources(second)[0].dtype
+    return type(_plain(first)) is type(_plain(second)) and same_type and _shape(first)[1] == _shape(second)[1]
 
 
 def _accepts_strided(loaded: LoadedModel, groups: list[tuple[nn.Module, ...]]) -> bool:

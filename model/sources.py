@@ -9,8 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rhotrain.model import smollm2, tiny
+from rhotrain.model.adapter import ADAPTER_CONFIG
 from rhotrain.model.gguf_files import rebuild
 from rhotrain.model.loaded import LoadError
+from rhotrain.model.lora import base_of, is_adapter_folder
 from rhotrain.model.probe import refuse_by_config
 
 PRESETS: dict[str, Callable[[], Path]] = {"tiny-sums": tiny.folder, "smollm2": smollm2.folder}
@@ -51,7 +53,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def resolve_spec(spec: str) -> tuple[str, dict[str, str]]:
-    """(source for from_pretrained, its further options). Raises LoadError for what is neither there nor a hub id."""
+    """(source for from_pretrained, its further options); of an adapter's folder, its base's. Raises LoadError for what
+    is neither there nor a hub id."""
     if spec in PRESETS:
         return str(PRESETS[spec]()), {}
     path = Path(spec).expanduser()
@@ -59,9 +62,20 @@ def resolve_spec(spec: str) -> tuple[str, dict[str, str]]:
         if not path.is_file():
             raise LoadError(f"model: the GGUF file {spec} does not exist")
         return str(path.resolve().parent), {"gguf_file": path.name}
+    if is_adapter_folder(path):
+        base = base_of(path)
+        if is_adapter_folder(Path(base).expanduser()):
+            raise LoadError(f"model: the base of the adapter in {spec} is an adapter itself, {base}; merge that first")
+        try:
+            return resolve_spec(base)
+        except LoadError as error:
+            raise LoadError(f"{error} (it is the base that {path / ADAPTER_CONFIG} names)") from None
     if path.is_dir():
         if not (path / "config.json").exists():
-            raise LoadError(f"model: the folder {spec} has no config.json, so it is not a Hugging Face model")
+            raise LoadError(
+                f"model: the folder {spec} has no config.json and no {ADAPTER_CONFIG}, so it is no Hugging Face model "
+                "and no adapter"
+            )
         return str(path), {}
     if path.exists():
         raise LoadError(f"model: {spec} is a file; name its folder, or a .gguf file")

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rhotrain.model.load import LoadedModel, adopt_model, save_model
+from rhotrain.model.lora import LoraSpec, add_adapter
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "phi3", "gpt2")
 
@@ -162,15 +163,26 @@ def tiny_model(
     *,
     gradient_checkpointing: bool = False,
     probe: bool = False,
+    lora: LoraSpec | None = None,
     **changes: Any,
 ) -> LoadedModel:
-    """A random tiny model of one of FAMILIES as a LoadedModel; the same arguments give the same weights."""
+    """A random tiny model of one of FAMILIES as a LoadedModel; the same arguments give the same weights. lora: with an
+    adapter whose B is not 0."""
     model = tiny_hf_model(family, seed, dtype, initializer_range, **changes)
+    adapter = None
+    if lora is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            adapter = add_adapter(model, lora, spec=f"tiny {family}", base=f"tiny-{family}")
+            with torch.no_grad():
+                for layer in adapter.layers:
+                    layer.lora_B["default"].weight.normal_(std=0.2)
     return adopt_model(
         model,
         tiny_tokenizer(),
         spec=f"tiny {family}",
         gradient_checkpointing=gradient_checkpointing,
+        adapter=adapter,
         probe=probe,
     )
 

@@ -133,7 +133,7 @@ def test_steps_that_run_prompts_are_no_decode_steps(monkeypatch: pytest.MonkeyPa
 
 def test_other_processes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = iter((100.0, 100.0 + 3e-3))
-    monkeypatch.setattr(rollout_limits, "_busy_seconds", lambda: next(busy))
+    monkeypatch.setattr(rollout_limits, "busy_seconds", lambda: next(busy))
     monkeypatch.setattr(rollout_limits.psutil, "cpu_count", lambda: 2)
     now = iter((10.0, 10.005))
     spent = iter((1.0, 1.001))
@@ -143,7 +143,7 @@ def test_other_processes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     monkeypatch.undo()
     assert watch.others == pytest.approx(0.2)  # 2 of 10 ms
-    assert rollout_limits._busy_seconds() > 0
+    assert rollout_limits.busy_seconds() > 0
 
 
 # ---- sides ----------------------------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ ACTS_WHEN: dict[str, tuple[Callable[[Config], bool], str]] = {
         "there is one reward, which is normalised either way; name a second one in rewards",
     ),
     "kl": (lambda c: c.algo.beta > 0, "without beta there is no KL in the loss; set beta above 0"),
+    "lora_alpha": (lambda c: c.model.lora_rank > 0, "no new adapter is made; set lora_rank above 0"),
+    "lora_targets": (lambda c: c.model.lora_rank > 0, "no new adapter is made; set lora_rank above 0"),
     "ref_model": (
         lambda c: c.algo.beta > 0 or c.algo.kl_in_reward > 0,
         "no KL is asked for, so no reference is loaded; set beta or kl_in_reward above 0",

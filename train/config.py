@@ -47,7 +47,7 @@ class ModelConfig:
     """Which model is trained, and how it is held."""
 
     model: str = "tiny-sums"
-    """A Hugging Face folder or hub id, a .gguf file, or a preset: `tiny-sums`, `smollm2`."""
+    """A Hugging Face folder or hub id, a PEFT adapter's folder, a .gguf file, or a preset: `tiny-sums`, `smollm2`."""
     ref_model: str = ""
     """Reference model of the KL term; empty takes the starting weights. Loaded only when a KL is asked for."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
@@ -62,6 +62,13 @@ class ModelConfig:
     replaced."""
     attention: Literal["auto", "flash_attn", "flash_attn3", "flash_attn4", "torch_varlen", "triton", "sdpa"] = "auto"
     """Attention backend; auto takes the best one for each use (`rhotrain doctor` names them)."""
+    lora_rank: int = 0
+    """Train a LoRA adapter of this rank (PEFT) instead of the weights; 0 trains all weights. The reference of a KL is
+    then the model without the adapter. A model that is an adapter's folder is trained on as it is."""
+    lora_alpha: float = 0.0
+    """The adapter's scale is lora_alpha / lora_rank; 0 takes twice lora_rank."""
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Linear layers that get an adapter: names as PEFT takes them (q_proj, v_proj), or `all-linear`."""
     dropout: float = 0.0
     """Dropout probability of the current policy's forward pass, at every place where the model has one. It spreads the
     ratio although no policy moved; `rhotrain audit --dropout P` shows by how much. Whatever the model's configuration
@@ -70,6 +77,15 @@ class ModelConfig:
     def __post_init__(self) -> None:
         need(0.0 <= self.dropout < 1.0, "dropout", self.dropout, "need a probability: 0 <= dropout < 1")
         need(bool(self.model), "model", self.model, "name a folder, a hub id, a .gguf file or a preset")
+        need(self.lora_rank >= 0, "lora_rank", self.lora_rank, "need a rank >= 1, or 0 to train all weights")
+        need(self.lora_alpha >= 0, "lora_alpha", self.lora_alpha, "need a value > 0, or 0 for twice lora_rank")
+        need(len(self.lora_targets) > 0, "lora_targets", self.lora_targets, "name modules, or all-linear")
+        need(
+            self.lora_targets == ("all-linear",) or "all-linear" not in self.lora_targets,
+            "lora_targets",
+            self.lora_targets,
+            "all-linear stands alone; name modules, or all-linear",
+        )
         known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
         need(known, "device", self.device, "need auto, cpu, cuda or cuda:N")
 

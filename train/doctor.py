@@ -22,6 +22,7 @@ PACKAGES = (
     "flash-attn-3",
     "flash-attn-4",
     "liger-kernel",
+    "peft",
     "reasoning-gym",
     "math-verify",
     "datasets",

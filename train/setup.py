@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rhotrain.model.load import LoadedModel, load_model
+from rhotrain.model.lora import LoraSpec
 from rhotrain.rollout.engine import Engine
 from rhotrain.rollout.sizing import affordable_pages, page_bytes, plan_pages
 from rhotrain.rollout.threads import check_threads, decode_threads
@@ -117,12 +118,20 @@ def _model(config: Config, choices: Choices, checkpoint_model: Path | None) -> L
         dropout=config.model.dropout,
         fused_layers=choices.get("fused_layers", config.model.fused_layers),
         attention=config.model.attention,
+        lora=_lora(config) if checkpoint_model is None else None,
         need_chat_template=config.task.template == "chat",
     )
     choices.setdefault("fused_layers", loaded.fused_layers)
     choices.setdefault("device", str(loaded.device))
     choices.setdefault("dtype", str(loaded.dtype).removeprefix("torch."))
     return loaded
+
+
+def _lora(config: Config) -> LoraSpec | None:
+    model = config.model
+    if model.lora_rank == 0:
+        return None
+    return LoraSpec(rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets)
 
 
 def _check_model(config: Config, loaded: LoadedModel, longest_prompt: int) -> None:
@@ -144,6 +153,8 @@ def _check_model(config: Config, loaded: LoadedModel, longest_prompt: int) -> No
 def _reference(config: Config, loaded: LoadedModel, learner: Learner, choices: Choices) -> LoadedModel | None:
     if not learner.objective.uses_reference and config.algo.kl_in_reward == 0.0:
         return None
+    if loaded.adapter is not None and not config.model.ref_model:
+        return loaded.base()
     spec = config.model.ref_model or config.model.model
     reference = load_model(
         spec,

@@ -267,6 +267,8 @@ def test_flags_that_would_do_nothing_are_refused() -> None:
         "sapo_tau_neg": build({}),
         "overlong_penalty": build({}),
         "reward_aggregation": build({}),
+        "lora_alpha": build({}),
+        "lora_targets": build({}),
     }
     acting = {
         "ratio_min": build({"objective": "cispo"}),
@@ -275,6 +277,8 @@ def test_flags_that_would_do_nothing_are_refused() -> None:
         "sapo_tau_neg": build({"objective": "sapo"}),
         "overlong_penalty": build({"overlong_buffer": 4}),
         "reward_aggregation": build({"rewards": ("task", "length")}),
+        "lora_alpha": build({"lora_rank": 4}),
+        "lora_targets": build({"lora_rank": 4}),
     }
     awake = build(
         {"beta": 0.1, "num_iterations": 2, "schedule": "linear", "top_k": 5, "correction": "sequence_mask"},
