@@ -236,6 +236,14 @@ class Engine:
         self.pool.forget()
         self.runner.release()
 
+    def release_weights(self) -> None:
+        """Free the derived layouts of the weights alone. An update makes them stale anyway, so a training loop that
+        calls this before it has their memory for the update at no cost. Raises RuntimeError while a call is under
+        way."""
+        if self._job is not None:
+            raise RuntimeError("Engine.release_weights: a generate call is under way; close it first")
+        self.runner.release_weights()
+
     def step(self) -> list[tuple[Sequence, Completion]]:
         """One step of the running call; returns what it finished.
 

@@ -53,6 +53,10 @@ class Runner:
         if self.tapes is not None:
             self.tapes.check()
 
+    def release_weights(self) -> None:
+        """Free the derived layouts of the weights; the next call makes them anew, as it does after every update."""
+        packed_weights(self.loaded).release()
+
     def release(self) -> None:
         """Free the pool's tensors, the graphs that hold their addresses, and derived layouts of the weights."""
         if self.graphs is not None:
@@ -60,7 +64,7 @@ class Runner:
         if self.tapes is not None:
             self.tapes.drop()
         self.pools.release()
-        packed_weights(self.loaded).release()
+        self.release_weights()
 
     @contextmanager
     def weights(self) -> Iterator[None]:
@@ -74,6 +78,8 @@ class Runner:
             with packed_weights(self.loaded).using():
                 yield
         finally:
+            if self.tapes is not None:
+                self.tapes.let_go()
             for layer in layers:
                 layer.gradient_checkpointing = True  # type: ignore[assignment]
 

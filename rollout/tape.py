@@ -185,6 +185,10 @@ class Tape:
         """Read `tensor` under this name from now on."""
         self._names[name] = tensor
 
+    def unbind(self, name: str) -> None:
+        """Hold what stands under this name no longer; the tape does not run until it is bound again."""
+        self._names[name] = None
+
     def _statement(self, call: _Call, given: dict[int, str]) -> str:
         write = self._writer(given)
         arguments = [write(value) for value in call.args]
@@ -240,6 +244,10 @@ class _Bound:
     tape: Tape
     packed: dict[str, int]
     packs: int
+
+
+UNBOUND = -1
+"""The pack number of a tape that holds no packed weights."""
 
 
 class DecodeTapes:
@@ -322,6 +330,14 @@ class DecodeTapes:
 
     def _copies(self) -> list[Tensor | None]:
         return packed_weights(self.pools.loaded).copies()
+
+    def let_go(self) -> None:
+        """Hold no packed weights until the next step: tapes of several numbers of rows would hold those of several
+        policy versions, half a gigabyte each for SmolLM2."""
+        for bound in self._tapes.values():
+            for name in bound.packed:
+                bound.tape.unbind(name)
+            bound.packs = UNBOUND
 
     def _rebind(self, bound: _Bound) -> None:
         """Read the packed weights of now."""

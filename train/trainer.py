@@ -237,6 +237,7 @@ class Trainer:
         scored = self.rollout(clock)
         rollout = scored.rollout
         with clock.phase("update"):
+            self.parts.engine.release_weights()
             table, advantages, penalty_PG = self.table(scored)
             staleness = table.staleness(self.parts.loaded.policy_version)
             self.know_numerics(table)

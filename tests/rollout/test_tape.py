@@ -1,5 +1,6 @@
 """Recorded decode steps: the same bits as the modules, noticed changes, and models that cannot be recorded."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,36 @@ def test_new_weights_are_used_without_a_new_tape(packed: bool) -> None:
     assert tapes_of(engine).recorded == 1
     assert bits(after) != bits(before)
     assert bits(after) == bits(engine_of(loaded, tapes=False).generate(prompts, LONG, n=2))
+
+
+def test_tapes_hold_no_packed_weights_between_calls() -> None:
+    """Those of several numbers of rows would hold as many policy versions; released ones are gone before an update."""
+    loaded = tiny_model("llama")
+    weights = packed_weights(loaded)
+    weights.min_elements = 1
+    engine, prompts = engine_of(loaded), make_prompts(3, 9, 5, 6)
+    if weights.why_not is not None:
+        pytest.skip(weights.why_not)
+
+    def rollout(count: int) -> list[weakref.ref[torch.Tensor]]:
+        engine.generate(prompts[:count], LONG)
+        return [weakref.ref(copy) for copy in weights.copies() if copy is not None]
+
+    first = rollout(2)
+    assert tapes_of(engine).recorded == 1 and all(ref() is not None for ref in first)
+    loaded.policy_version += 1
+    second = rollout(4)
+    assert tapes_of(engine).recorded == 2 and not any(ref() is not None for ref in first)
+    engine.release_weights()
+    assert not any(ref() is not None for ref in second) and weights.packed_bytes == 0
+    again = bits(engine.generate(prompts, LONG))
+    assert tapes_of(engine).recorded == 2
+    assert again == bits(engine_of(loaded, tapes=False).generate(prompts, LONG))
+    stream = engine.stream(prompts, LONG)
+    next(stream)
+    with pytest.raises(RuntimeError, match="a generate call is under way"):
+        engine.release_weights()
+    stream.close()
 
 
 def replace_a_parameter(loaded: LoadedModel) -> None:
