@@ -52,10 +52,11 @@ class _Product:
     input, version, parts: the tensor that the first sibling read, its version then, and what the others have not taken.
     """
 
-    __slots__ = ("bias", "input", "modules", "packed", "parts", "sizes", "version")
+    __slots__ = ("bias", "elements", "input", "modules", "packed", "parts", "sizes", "version")
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
         self.modules = modules
+        self.elements = sum(_shape(module).numel() for module in modules)
         self.empty()
 
     def empty(self) -> None:
@@ -249,11 +250,10 @@ class PackedWeights:
         return head.finish(_linear(hidden_NH.float(), self._head, None))
 
     def _find(self) -> list[_Product]:
-        """The products, found at the first call."""
+        """The products that are packed; all of them are found at the first call."""
         if self._products is None:
-            found = [_Product(group) for group in _siblings(self.loaded)]
-            self._products = [p for p in found if sum(_shape(m).numel() for m in p.modules) >= self.min_elements]
-        return self._products
+            self._products = [_Product(group) for group in _siblings(self.loaded)]
+        return [product for product in self._products if product.elements >= self.min_elements]
 
     def _tensors(self, head: Head) -> list[Tensor]:
         """What the packed copies are made of; the head's weight comes first."""
