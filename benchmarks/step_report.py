@@ -126,7 +126,7 @@ def compare(ours: Row, peer: Row, case: Case) -> None:
         peer.update_times_faster = statistics.median(peer.update_alone) / statistics.median(ours.update_alone)
     if ours.peak_gib and peer.peak_gib:
         peer.memory_share = ours.peak_gib / peer.peak_gib
-    if peer.by != "trl":
+    if not peer.by.startswith("trl"):
         return
     parts = []
     if case.times_trl is not None and peer.times_faster is not None:

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -391,4 +392,14 @@ def trl_updates(job: Job, record: Record, trainer: Any, accumulation: int) -> No
     time_updates(job, record, update)
 
 
-SIDES: dict[str, Callable[[Job, Record], None]] = {"rhotrain": run_rhotrain, "plain": run_plain, "trl": run_trl}
+def run_trl_whole(job: Job, record: Record) -> None:
+    """With the whole rollout as one micro-batch."""
+    run_trl(replace(job, case=replace(job.case, peer_rows=job.case.rows)), record)
+
+
+SIDES: dict[str, Callable[[Job, Record], None]] = {
+    "rhotrain": run_rhotrain,
+    "plain": run_plain,
+    "trl": run_trl,
+    "trl-whole": run_trl_whole,
+}

@@ -136,11 +136,12 @@ def step_run(pytestconfig: pytest.Config, kernel_run: Any) -> Any:
 def test_step(case: Case, benchmark: Any, step_run: StepRun) -> None:
     if benchmark.disabled:
         pytest.skip("--benchmark-disable: nothing to measure")
-    sides = ["plain", *(p for p in step_run.peers if p != "plain"), "rhotrain"]
+    trl = ["trl", *(["trl-whole"] if case.trl_whole else [])] if "trl" in step_run.peers else []
+    sides = [*(["plain"] if "plain" in step_run.peers else []), *trl, "rhotrain"]
     results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     reasons: dict[str, str] = {}
     if importlib.util.find_spec("trl") is None:
-        reasons["trl"] = "TRL is not installed: pip install 'rhotrain[bench]'"
+        reasons |= dict.fromkeys(trl, "TRL is not installed: pip install 'rhotrain[bench]'")
 
     def one_round() -> None:
         for side in sides:
@@ -164,7 +165,7 @@ def report(case: Case, results: dict[str, list[dict[str, Any]]], reasons: dict[s
     rows = {side: Row(case=case.name, by=side, reason=reasons.get(side, "")) for side in results}
     if results["rhotrain"]:
         shape = ModelShape(**results["rhotrain"][0]["shape"], kv_bytes=0, itemsize=0)
-    truth = None if not results["plain"] else load_gradient(run.job(case, "plain"))
+    truth = None if not results.get("plain") else load_gradient(run.job(case, "plain"))
     for side, row in rows.items():
         if side in reasons or not results[side]:
             continue
