@@ -41,7 +41,7 @@ setup: $(READY) ## build .venv: the package (editable), its extras and the tools
 
 $(READY): pyproject.toml constraints.txt scripts/link_editable.py
 	$(call make-venv,$(VENV))
-	$(VENV)/bin/python $(INSTALL) constraints.txt -e '.[tasks,dev,plot,fused,lora]'
+	$(VENV)/bin/python $(INSTALL) constraints.txt -e '.[tasks,dev,plot,fused,lora,optim]'
 	$(VENV)/bin/python scripts/link_editable.py
 	@touch $@
 
@@ -62,7 +62,7 @@ test-oldest: $(OLDEST_READY) ## the default tests with the oldest supported vers
 
 $(OLDEST_READY): pyproject.toml constraints-oldest.txt
 	$(call make-venv,$(OLDEST))
-	$(OLDEST)/bin/python $(INSTALL) constraints-oldest.txt -e '.[tasks,dev,plot,fused,lora]'
+	$(OLDEST)/bin/python $(INSTALL) constraints-oldest.txt -e '.[tasks,dev,plot,fused,lora,optim]'
 	@touch $@
 
 lint: $(READY) ## ruff: rules and format

@@ -265,7 +265,7 @@ def declared(*extras: str) -> dict[str, Requirement]:
 
 def test_every_dependency_has_a_tested_version_that_it_allows() -> None:
     tested = pins("constraints.txt")
-    for name, requirement in declared("tasks", "plot", "fused", "lora", "bench", "dev").items():
+    for name, requirement in declared("tasks", "plot", "fused", "lora", "optim", "bench", "dev").items():
         assert name in tested, f"constraints.txt has no version of {name}"
         assert pinned_version(tested[name]) in requirement.specifier, f"{tested[name]} is outside of {requirement}"
 
@@ -273,7 +273,8 @@ def test_every_dependency_has_a_tested_version_that_it_allows() -> None:
 def test_oldest_versions_are_the_lower_bounds() -> None:
     oldest = {name: pinned_version(pin) for name, pin in pins("constraints-oldest.txt").items()}
     bounds = {
-        name: pinned_version(requirement) for name, requirement in declared("tasks", "plot", "fused", "lora").items()
+        name: pinned_version(requirement)
+        for name, requirement in declared("tasks", "plot", "fused", "lora", "optim").items()
     }
     assert oldest == bounds
 

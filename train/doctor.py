@@ -23,6 +23,7 @@ PACKAGES = (
     "flash-attn-4",
     "liger-kernel",
     "peft",
+    "bitsandbytes",
     "reasoning-gym",
     "math-verify",
     "datasets",

@@ -12,7 +12,6 @@ tokens, while the process grows from 2.3 to 2.8, 3.7 and 4.3 GiB.
 """
 
 import weakref
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from rhotrain.rollout.sizing import free_memory, page_bytes
 from rhotrain.train.batching import TokenTable, make_batch, make_table, token_weights
 from rhotrain.train.config import Config, ConfigError
 from rhotrain.train.inner_loop import Learner
+from rhotrain.train.optim import moment_bytes
 from rhotrain.train.step import TokenResults, run_batches
 from rhotrain.train.token_budget import KNOBS, out_of_memory
 
@@ -243,11 +243,6 @@ class Room:
         return max(self.longest, min(fits, most))
 
 
-def moment_bytes(parameters: Sequence[Tensor]) -> int:
-    """Bytes of AdamW's two float32 moments, which its first step allocates."""
-    return 8 * sum(p.numel() for p in parameters)
-
-
 def measured(learner: Learner, room: Room, *, prompt_tokens: int, max_new_tokens: int, members: int) -> tuple[int, str]:
     """(token budget, a line for the log), measured on ever smaller groups where memory runs out.
 
@@ -281,7 +276,7 @@ def resolve(learner: Learner, engine: Engine, config: Config, longest_prompt: in
     pool = engine.pool.num_pages * page_bytes(learner.loaded, engine.pool.page_size)
     room = Room(
         free=free_bytes(device),
-        later=moment_bytes(learner.loaded.parameters()) + (0 if rollout.release_memory else pool),
+        later=moment_bytes(learner.loaded.parameters(), config.optim) + (0 if rollout.release_memory else pool),
         longest=longest_prompt + rollout.max_new_tokens - 1,
         group=longest_prompt + rollout.group_size * (rollout.max_new_tokens - 1),
         rollout=rollout.prompts_per_step * (longest_prompt + rollout.group_size * (rollout.max_new_tokens - 1)),

@@ -288,6 +288,7 @@ def run_updates(
         lr = learning_rate(learner.optim, learner.updates, learner.total_updates)
         metrics = update_metrics(table, results) | selection
         metrics |= {"grad_norm": learner.optimizer.step(lr), "learning_rate": lr}
+        metrics["changed_share"] = learner.optimizer.changed_share
         learner.updates += 1
         learner.loaded.policy_version += 1
         done.updates.append(metrics)

@@ -136,6 +136,11 @@ def _lora(config: Config) -> LoraSpec | None:
 
 def _check_model(config: Config, loaded: LoadedModel, longest_prompt: int) -> None:
     """What can only be judged with model and prompts at hand. Raises ConfigError."""
+    if config.optim.optimizer == "adamw_offload" and loaded.device.type == "cpu":
+        raise ConfigError(
+            "optimizer: adamw_offload does not work here; the model runs on the CPU, so there is no GPU memory to "
+            "save; use adamw or adamw_8bit"
+        )
     config.check_anchor(exact=loaded.full_precision)
     outside = [i for i in config.rollout.stop_token_ids if i >= loaded.vocab_size]
     if outside:

@@ -229,6 +229,9 @@ class AlgoConfig:
 class OptimConfig:
     """AdamW and the learning-rate schedule, which counts optimiser steps."""
 
+    optimizer: Literal["adamw", "adamw_8bit", "adamw_offload"] = "adamw"
+    """`adamw` is PyTorch's; `adamw_8bit` (bitsandbytes) keeps the moments in a quarter of the memory; `adamw_offload`
+    keeps moments and float32 masters on the CPU and takes the step there."""
     lr: float = 1e-6
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)

@@ -12,9 +12,12 @@ from helpers_naive import model_pair
 from helpers_train import fake_rollout, make_learner, one_thread
 from torch import Tensor, nn
 
-from rhotrain.train.config import AlgoConfig, Config, OptimConfig, RolloutConfig, RunConfig
+from rhotrain.train.config import AlgoConfig, Config, ConfigError, OptimConfig, RolloutConfig, RunConfig
 from rhotrain.train.inner_loop import run_updates
 from rhotrain.train.optim import Optimizer, learning_rate
+from rhotrain.train.presets import preset
+from rhotrain.train.settings import build, merge
+from rhotrain.train.setup import build as build_parts
 
 
 @pytest.fixture(autouse=True)
@@ -257,3 +260,147 @@ def test_state_round_trip_continues_bit_for_bit(dtype: torch.dtype) -> None:
     train(resumed, again, range(3, 6))
     assert torch.equal(resumed, straight)
     assert torch.equal(again.masters[0], optimizer.masters[0])
+
+
+# ---- other places and sizes of the moments --------------------------------------------------------------------------
+
+
+def problem(optimizer: str, dtype: torch.dtype = torch.float32, **config: Any) -> tuple[list[nn.Parameter], Optimizer]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((96, 128), (100,), (17, 4096))
+    parameters = [nn.Parameter((torch.randn(shape, generator=generator) * 0.1).to(dtype)) for shape in shapes]
+    return parameters, Optimizer(parameters, OptimConfig(optimizer=optimizer, **config))  # type: ignore[arg-type]
+
+
+def walk(parameters: list[nn.Parameter], optimizer: Optimizer, steps: int, first: int = 0, lr: float = 1e-3) -> None:
+    """Steps with two micro-batches of noisy gradients of a quadratic."""
+    for k in range(first, first + steps):
+        generator = torch.Generator().manual_seed(100 + k)
+        for _ in range(2):
+            loss = torch.zeros((), dtype=torch.float64)
+            for p in parameters:
+                noise = torch.randn(p.shape, generator=generator).to(p.dtype)
+                loss = loss + ((p - 0.3 + 0.1 * noise).square().sum() * 0.5).double()
+            loss.backward()
+        optimizer.step(lr)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_offloaded_steps_are_the_same_bits(dtype: torch.dtype, clip: float) -> None:
+    """Masters of their own, gradients added up beside the weights, the step in another place: the numbers stay."""
+    plain, one = problem("adamw", dtype, grad_clip=clip, weight_decay=0.1)
+    apart, two = problem("adamw_offload", dtype, grad_clip=clip, weight_decay=0.1)
+    walk(plain, one, 4)
+    walk(apart, two, 4)
+    assert all(m is not p and m.dtype == torch.float32 for m, p in zip(two.masters, two.parameters))
+    assert all(torch.equal(a, b) for a, b in zip(plain, apart))
+    assert all(torch.equal(a, b) for a, b in zip(one.masters, two.masters))
+    assert all(p.grad is None for p in (*apart, *two.masters))
+
+
+def test_offloaded_gradients_are_summed_in_float32_and_dropped() -> None:
+    (parameter, *_), optimizer = problem("adamw_offload", torch.bfloat16)
+    for term in [1.0] + [2.0**-8] * 256:
+        (parameter.sum() * term).backward()
+        assert parameter.grad is None and optimizer.masters[0].grad is None
+    total = optimizer._sums[0].grad
+    assert total.dtype == torch.float32 and total.flatten()[:3].tolist() == [2.0] * 3
+    optimizer.zero_grad()
+    assert optimizer._sums[0].grad is None
+
+
+@pytest.mark.cuda
+def test_offloaded_masters_and_moments_are_on_the_cpu() -> None:
+    weight = nn.Parameter(torch.randn(64, 128, device="cuda", dtype=torch.bfloat16))
+    optimizer = Optimizer([weight], OptimConfig(optimizer="adamw_offload"))
+    before = weight.detach().clone()
+    (weight.float() ** 2).sum().backward()
+    assert optimizer._sums[0].grad.is_cuda
+    optimizer.step(1e-2)
+    state = optimizer.adamw.state[optimizer.masters[0]]
+    assert optimizer.masters[0].is_pinned() and not state["exp_avg"].is_cuda
+    torch.testing.assert_close(weight, (before.float() - 1e-2 * before.float().sign()).bfloat16())
+
+
+def test_eight_bit_moments_walk_beside_float32_ones() -> None:
+    """Within a tenth of the way walked (blocks of 256 share a scale, so the small moments of a block are coarse), and
+    tensors too small for it by rounding."""
+    pytest.importorskip("bitsandbytes")
+    plain, one = problem("adamw")
+    small, two = problem("adamw_8bit")
+    start = [p.detach().clone() for p in plain]
+    walk(plain, one, 8)
+    walk(small, two, 8)
+    for a, b, s in zip(plain, small, start):
+        way, error = float((a - s).detach().norm()), float((a - b).detach().norm())
+        assert error <= 0.1 * way
+        assert (error > 1e-5 * way) == (a.numel() >= 4096)
+    state = two.state_dict()["adamw"]["state"]
+    kept = [state[i].get("__bnb_optimizer_quant_state__", state[i]) for i in range(3)]
+    assert [s["state1"].dtype for s in kept] == [torch.uint8, torch.float32, torch.uint8]
+    assert kept[2]["absmax1"].numel() == 17 * 4096 // 256
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "adamw_offload"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stored_state_goes_on_bit_for_bit(optimizer: str, dtype: torch.dtype) -> None:
+    if optimizer == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    whole, first = problem(optimizer, dtype)
+    walk(whole, first, 3)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    again, second = problem(optimizer, dtype)
+    with torch.no_grad():
+        for p, q in zip(again, whole):
+            p.copy_(q)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    walk(whole, first, 3, first=3)
+    walk(again, second, 3, first=3)
+    assert all(torch.equal(a, b) for a, b in zip(whole, again))
+    assert all(torch.equal(a, b) for a, b in zip(first.masters, second.masters))
+
+
+def test_eight_bits_are_refused_where_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("rhotrain.train.optim.find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=r"optimizer: adamw_8bit does not work; .*rhotrain\[optim\]"):
+            problem("adamw_8bit")
+    pytest.importorskip("bitsandbytes")
+    with pytest.raises(ConfigError, match="it has no float64"):
+        problem("adamw_8bit", torch.float64)
+
+
+def test_offloading_from_a_cpu_is_refused() -> None:
+    settings = build(merge([preset("tiny-sums").layer, {"optimizer": "adamw_offload", "device": "cpu"}]))
+    with pytest.raises(ConfigError, match="optimizer: adamw_offload does not work here; the model runs on the CPU"):
+        build_parts(settings)
+
+
+# ---- how many weights an update changed -----------------------------------------------------------------------------
+
+
+def test_the_share_of_changed_weights_by_hand() -> None:
+    """bf16 has steps of 2**-8 at 1 and of 2**-16 at 2**-8: an update of 1e-3 moves the small weights only."""
+    weight = nn.Parameter(torch.tensor([1.0, 2.0**-8] * 50).bfloat16())
+    other = nn.Parameter(torch.full((300,), 1.0).bfloat16())
+    optimizer = Optimizer([weight, other], OptimConfig())
+    (weight.sum() + other.sum()).backward()
+    optimizer.step(1e-3)
+    assert optimizer.changed_share == pytest.approx(50 / 400)
+    exact = nn.Parameter(torch.ones(10))
+    optimizer = Optimizer([exact], OptimConfig())
+    (exact * torch.arange(10.0)).sum().backward()
+    optimizer.step(1e-3)
+    assert optimizer.changed_share == pytest.approx(0.9), "one weight has no gradient"
+
+
+def test_the_share_is_a_sample_over_all_columns() -> None:
+    """A fifth of the columns of a wide matrix changes; the sample finds the fifth within two percent."""
+    weight = nn.Parameter(torch.ones(512, 320))
+    optimizer = Optimizer([weight], OptimConfig())
+    (weight[:, ::5] * 2).sum().backward()
+    optimizer.step(1e-3)
+    assert optimizer.changed_share == pytest.approx(0.2, abs=0.02)

@@ -18,7 +18,7 @@ from torch import Tensor
 from rhotrain.train import footprint as footprint_module
 from rhotrain.train import step as step_module
 from rhotrain.train.checkpoint import latest_checkpoint, load_state
-from rhotrain.train.config import AlgoConfig, Config, ConfigError
+from rhotrain.train.config import AlgoConfig, Config, ConfigError, OptimConfig
 from rhotrain.train.footprint import (
     CPU_TOKENS,
     Footprint,
@@ -312,8 +312,11 @@ def test_a_room_that_is_too_small_names_the_knobs() -> None:
 
 
 def test_moments_take_eight_bytes_a_weight_and_two_in_eight_bits() -> None:
-    weights = [torch.empty(10, 10), torch.empty(28)]
-    assert moment_bytes(weights) == 1024
+    weights = [torch.nn.Parameter(torch.empty(64, 100)), torch.nn.Parameter(torch.empty(28, dtype=torch.bfloat16))]
+    assert moment_bytes(weights, OptimConfig()) == 8 * 6428
+    assert moment_bytes(weights, OptimConfig(optimizer="adamw_8bit")) == 2 * 6400 + 25 * 8 + 8 * 28
+    assert moment_bytes(weights, OptimConfig(optimizer="adamw_offload")) == 0
+    assert moment_bytes([torch.nn.Parameter(torch.empty(3, dtype=torch.float64))], OptimConfig()) == 48
 
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
