@@ -31,6 +31,7 @@ def load_model(
     dtype: str = "auto",
     tokenizer: str | None = None,
     gradient_checkpointing: bool = False,
+    offload_activations: bool = False,
     need_chat_template: bool = False,
     dropout: float = 0.0,
     fused_layers: str = "off",
@@ -42,6 +43,7 @@ def load_model(
     PEFT adapter, which names its base.
 
     device `auto`: CUDA where there is one. dtype `auto`: bfloat16 on CUDA, float32 on a CPU.
+    offload_activations: with gradient_checkpointing, layer inputs wait for the backward pass on the CPU.
     tokenizer: folder or hub id of another tokenizer. need_chat_template: refuse a tokenizer without one.
     dropout: what `LoadedModel.with_dropout` puts in; outside of it every probability is 0, asked for or not.
     fused_layers: how RMSNorm, gated MLP and rotary run, in training and rollout alike: `off`, `auto` (measured),
@@ -52,6 +54,10 @@ def load_model(
     Raises LoadError; its message names the model and the reason or the fix.
     """
     check_dropout(spec, dropout)
+    if offload_activations and not gradient_checkpointing:
+        raise LoadError(
+            f"{spec}: offload_activations moves the inputs that gradient_checkpointing keeps; set that too, or neither"
+        )
     place = sources.resolve_device(device)
     kind = sources.resolve_dtype(dtype, place)
     folder = Path(spec).expanduser()
@@ -80,6 +86,7 @@ def load_model(
         fused_layers=fused_layers,
         attention=attention,
         adapter=adapter,
+        offload_activations=offload_activations,
         probe=probe,
         notes=notes,
     )
@@ -96,6 +103,7 @@ def adopt_model(
     fused_layers: str = "off",
     attention: AttentionChoice = "auto",
     adapter: Adapter | None = None,
+    offload_activations: bool = False,
     probe: bool = True,
     notes: tuple[str, ...] = (),
 ) -> LoadedModel:
@@ -143,6 +151,7 @@ def adopt_model(
         notes=(*notes, *dropout_notes, *generation_notes(generation), *position_notes, *_notes_of(adapter)),
         gradient_checkpointing=gradient_checkpointing,
         adapter=adapter,
+        offload_activations=offload_activations,
     )
     loaded.attention.backend = attention
     if fused_layers != "off":

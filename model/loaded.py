@@ -2,7 +2,7 @@
 about them."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ from rhotrain.model.adapter import Adapter
 from rhotrain.model.attention import AttentionState, LayerCall, PackedContext, PagedContext
 from rhotrain.model.dropout import TRIAL, ConfigDropout, DropoutSite, find_sites, probabilities
 from rhotrain.model.head import Head, head_of
+from rhotrain.model.offload import ParkedModel, offloaded_inputs
 
 
 class LoadError(ValueError):
@@ -48,6 +49,8 @@ class LoadedModel:
     notes: what was changed or not applied, for the log.
     fused_layers: how RMSNorm, gated MLP and rotary run, as `load_model` takes it; `auto` is resolved here.
     adapter: the LoRA adapter that is trained instead of the weights. adapter_off: this view computes as the base does.
+    offload_activations: layer inputs of differentiable forwards wait for their backward pass on the CPU (offload.py).
+    parked: the model rests on the CPU outside of `awake`.
     """
 
     model: nn.Module
@@ -66,6 +69,8 @@ class LoadedModel:
     fused_layers: str = "off"
     adapter: Adapter | None = None
     adapter_off: bool = False
+    offload_activations: bool = False
+    parked: ParkedModel | None = None
 
     @property
     def config(self) -> Any:
@@ -136,8 +141,16 @@ class LoadedModel:
         No cache object and no mask: K/V live in the context, and transformers' Cache API differs between
         5.17 and 5.24.
         """
-        output = self.body(input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False)
+        moving: AbstractContextManager[object] = nullcontext()
+        if self.offload_activations and torch.is_grad_enabled():
+            moving = offloaded_inputs(input_ids_T.numel(), self.config.hidden_size)
+        with moving:
+            output = self.body(input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False)
         return output.last_hidden_state[0]
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Context manager with the weights on the device they compute on; only a parked model is ever elsewhere."""
+        return nullcontext() if self.parked is None else self.parked.awake()
 
     def with_attention(self, context: PackedContext | PagedContext) -> AbstractContextManager[None]:
         """Context manager that sets the attention context. Keep it open until backward has ended:

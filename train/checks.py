@@ -42,6 +42,10 @@ ACTS_WHEN: dict[str, tuple[Callable[[Config], bool], str]] = {
     "kl": (lambda c: c.algo.beta > 0, "without beta there is no KL in the loss; set beta above 0"),
     "lora_alpha": (lambda c: c.model.lora_rank > 0, "no new adapter is made; set lora_rank above 0"),
     "lora_targets": (lambda c: c.model.lora_rank > 0, "no new adapter is made; set lora_rank above 0"),
+    "offload_reference": (
+        lambda c: (c.algo.beta > 0 or c.algo.kl_in_reward > 0) and (c.model.lora_rank == 0 or bool(c.model.ref_model)),
+        "there is no reference model apart from the policy: no KL is asked for, or it is the base under an adapter",
+    ),
     "ref_model": (
         lambda c: c.algo.beta > 0 or c.algo.kl_in_reward > 0,
         "no KL is asked for, so no reference is loaded; set beta or kl_in_reward above 0",

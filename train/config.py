@@ -56,6 +56,10 @@ class ModelConfig:
     """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:1`."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more compute."""
+    offload_activations: bool = False
+    """With gradient_checkpointing: keep each layer's input on the CPU until its backward pass (GPU only)."""
+    offload_reference: bool = False
+    """Keep the reference model on the CPU while it is not asked (GPU only)."""
     fused_layers: Literal["off", "auto", "liger", "compile", "torch"] = "off"
     """RMSNorm, gated MLP and rotary in one operation each, in training and rollout alike: Liger's kernels,
     torch.compile, or PyTorch's own operators; auto measures which is fastest here. Only what is proven equal is
@@ -77,6 +81,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         need(0.0 <= self.dropout < 1.0, "dropout", self.dropout, "need a probability: 0 <= dropout < 1")
         need(bool(self.model), "model", self.model, "name a folder, a hub id, a .gguf file or a preset")
+        need(
+            self.gradient_checkpointing or not self.offload_activations,
+            "offload_activations",
+            self.offload_activations,
+            "it moves the layer inputs that gradient_checkpointing keeps; set that too",
+        )
         need(self.lora_rank >= 0, "lora_rank", self.lora_rank, "need a rank >= 1, or 0 to train all weights")
         need(self.lora_alpha >= 0, "lora_alpha", self.lora_alpha, "need a value > 0, or 0 for twice lora_rank")
         need(len(self.lora_targets) > 0, "lora_targets", self.lora_targets, "name modules, or all-linear")

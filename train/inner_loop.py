@@ -114,7 +114,7 @@ class Learner:
         model, at = loaded or self.loaded, temperature or self.temperature
 
         def work(batches: list[MicroBatch]) -> Tensor:
-            with self.workspace.using():
+            with self.workspace.using(), model.awake():
                 return score(model, table, batches, temperature=at, who=who, entropies=entropies)
 
         return self.token_budget.attempt(

@@ -9,6 +9,7 @@ import torch
 
 from rhotrain.model.load import LoadedModel, load_model
 from rhotrain.model.lora import LoraSpec
+from rhotrain.model.offload import ParkedModel
 from rhotrain.rollout.engine import Engine
 from rhotrain.rollout.sizing import affordable_pages, page_bytes, plan_pages
 from rhotrain.rollout.threads import check_threads, decode_threads
@@ -115,6 +116,7 @@ def _model(config: Config, choices: Choices, checkpoint_model: Path | None) -> L
         device=choices.get("device", config.model.device),
         dtype=choices.get("dtype", config.model.dtype),
         gradient_checkpointing=config.model.gradient_checkpointing,
+        offload_activations=config.model.offload_activations,
         dropout=config.model.dropout,
         fused_layers=choices.get("fused_layers", config.model.fused_layers),
         attention=config.model.attention,
@@ -127,6 +129,23 @@ def _model(config: Config, choices: Choices, checkpoint_model: Path | None) -> L
     return loaded
 
 
+def _check_offloads(config: Config, loaded: LoadedModel) -> None:
+    """What moves memory from a GPU is refused without one. Raises ConfigError."""
+    if loaded.device.type != "cpu":
+        return
+    asked = {
+        "optimizer": config.optim.optimizer if config.optim.optimizer == "adamw_offload" else None,
+        "offload_activations": config.model.offload_activations or None,
+        "offload_reference": config.model.offload_reference or None,
+    }
+    for name, value in asked.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name}: {value} does not work here; the model runs on the CPU, so there is no GPU memory to save; "
+                "leave it out"
+            )
+
+
 def _lora(config: Config) -> LoraSpec | None:
     model = config.model
     if model.lora_rank == 0:
@@ -136,11 +155,7 @@ def _lora(config: Config) -> LoraSpec | None:
 
 def _check_model(config: Config, loaded: LoadedModel, longest_prompt: int) -> None:
     """What can only be judged with model and prompts at hand. Raises ConfigError."""
-    if config.optim.optimizer == "adamw_offload" and loaded.device.type == "cpu":
-        raise ConfigError(
-            "optimizer: adamw_offload does not work here; the model runs on the CPU, so there is no GPU memory to "
-            "save; use adamw or adamw_8bit"
-        )
+    _check_offloads(config, loaded)
     config.check_anchor(exact=loaded.full_precision)
     outside = [i for i in config.rollout.stop_token_ids if i >= loaded.vocab_size]
     if outside:
@@ -174,6 +189,8 @@ def _reference(config: Config, loaded: LoadedModel, learner: Learner, choices: C
             "the reference must share the model's tokenizer"
         )
     reference.model.requires_grad_(False)
+    if config.model.offload_reference:
+        reference.parked = ParkedModel(reference.model, reference.device)
     return reference
 
 

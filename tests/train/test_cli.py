@@ -268,6 +268,7 @@ def test_flags_that_would_do_nothing_are_refused() -> None:
         "overlong_penalty": build({}),
         "reward_aggregation": build({}),
         "lora_alpha": build({}),
+        "offload_reference": build({"beta": 0.1, "lora_rank": 4}),
         "lora_targets": build({}),
     }
     acting = {

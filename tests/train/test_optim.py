@@ -373,9 +373,17 @@ def test_eight_bits_are_refused_where_they_are_not(monkeypatch: pytest.MonkeyPat
         problem("adamw_8bit", torch.float64)
 
 
-def test_offloading_from_a_cpu_is_refused() -> None:
-    settings = build(merge([preset("tiny-sums").layer, {"optimizer": "adamw_offload", "device": "cpu"}]))
-    with pytest.raises(ConfigError, match="optimizer: adamw_offload does not work here; the model runs on the CPU"):
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"optimizer": "adamw_offload"}, "optimizer: adamw_offload"),
+        ({"offload_activations": True, "gradient_checkpointing": True}, "offload_activations: True"),
+        ({"offload_reference": True, "beta": 0.1}, "offload_reference: True"),
+    ],
+)
+def test_offloading_from_a_cpu_is_refused(values: dict[str, Any], named: str) -> None:
+    settings = build(merge([preset("tiny-sums").layer, {**values, "device": "cpu"}]))
+    with pytest.raises(ConfigError, match=f"{named} does not work here; the model runs on the CPU"):
         build_parts(settings)
 
 
