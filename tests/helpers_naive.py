@@ -201,22 +201,35 @@ def naive_advantages(rewards_PG: Tensor, eps: float = 1e-4) -> Tensor:
     return out
 
 
-def naive_policy_term(algo: AlgoConfig, logprobs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
-    """What the papers minimise per token (rl.md section 3 lists equation numbers)."""
-    ratio = torch.exp(logprobs - old)
+def naive_policy_term(algo: AlgoConfig, logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """What the papers minimise per token (rl.md section 3 lists equation numbers); GSPO's ratio is one per row."""
+    log_ratio = logprobs - old
+    if algo.ratio_level == "sequence":  # arXiv 2507.18071 eq. 7: the mean over the tokens that carry loss
+        mean = log_ratio.masked_fill(~mask, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        log_ratio = mean.expand_as(log_ratio)
+    ratio = torch.exp(log_ratio)
     if algo.objective == "grpo":
         clipped = torch.clamp(ratio, 1 - algo.clip_low, 1 + algo.clip_high)
-        return -torch.min(ratio * advantages, clipped * advantages)
+        surrogate = torch.min(ratio * advantages, clipped * advantages)
+        if algo.dual_clip:  # arXiv 1912.09729 eq. 5
+            surrogate = torch.where(advantages < 0, torch.max(surrogate, algo.dual_clip * advantages), surrogate)
+        return -surrogate
     if algo.objective == "cispo":
         return -torch.clamp(ratio, algo.ratio_min, algo.ratio_max).detach() * advantages * logprobs
+    if algo.objective == "sapo":  # arXiv 2511.20347 eq. 5 and 6
+        tau = torch.full_like(advantages, algo.sapo_tau_neg).masked_fill(advantages > 0, algo.sapo_tau_pos)
+        return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
+    assert algo.objective == "reinforce"
     return -advantages * logprobs
 
 
-def naive_kl(kind: str, logprobs: Tensor, ref: Tensor) -> Tensor:
-    """Schulman's k2 and k3 of KL(policy || reference); k3_k2grad is k3's value with k2's gradient."""
+def naive_kl(kind: str, logprobs: Tensor, ref: Tensor, old: Tensor) -> Tensor:
+    """Schulman's k2 and k3 of KL(policy || reference); k3_k2grad is k3's value with k2's gradient; k3_unbiased is k3
+    times the token's ratio (arXiv 2512.02556)."""
     d = ref - logprobs
     k2, k3 = d**2 / 2, torch.exp(d) - d - 1
-    return {"k2": k2, "k3": k3, "k3_k2grad": k3.detach() + k2 - k2.detach()}[kind]
+    by_kind = {"k2": k2, "k3": k3, "k3_k2grad": k3.detach() + k2 - k2.detach()}
+    return torch.exp(logprobs - old) * k3 if kind == "k3_unbiased" else by_kind[kind]
 
 
 def naive_aggregate(algo: AlgoConfig, loss: Tensor, mask: Tensor, max_new_tokens: int) -> Tensor:
@@ -267,9 +280,9 @@ def naive_step(
             mask[b] = False
     if algo.old_logprobs in ("fresh", "trainer"):
         old = padded.logprobs.detach()
-    loss = naive_policy_term(algo, padded.logprobs, old, advantages)
+    loss = naive_policy_term(algo, padded.logprobs, old, advantages, mask)
     if algo.beta > 0:
-        loss = loss + algo.beta * naive_kl(algo.kl, padded.logprobs, ref)
+        loss = loss + algo.beta * naive_kl(algo.kl, padded.logprobs, ref, old)
     loss = loss - algo.entropy_coef * padded.entropy
     total = naive_aggregate(algo, loss.masked_fill(~mask, 0.0), mask, max_new_tokens)
     model.zero_grad(set_to_none=True)
