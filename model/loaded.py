@@ -1,6 +1,7 @@
 """A loaded model: the Hugging Face modules, their tokenizer, and what training and rollout need to know
 about them."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -229,14 +230,27 @@ class LoadedModel:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """No progress bars and no warnings of transformers inside; the previous settings come back."""
-    from transformers.utils import logging
+    from transformers.utils import logging as hf_logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        hf_logging.set_verbosity(verbosity)
         if bars:
-            logging.enable_progress_bar()
+            hf_logging.enable_progress_bar()
+
+
+@contextmanager
+def quiet_bitsandbytes() -> Iterator[None]:
+    """For the first import of bitsandbytes, which PEFT imports where it is there: it warns of an optional CPU kernel of
+    another package, which nothing here calls."""
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

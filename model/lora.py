@@ -24,7 +24,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rhotrain.model.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NAME, PREFIX, Adapter
-from rhotrain.model.loaded import LoadError
+from rhotrain.model.loaded import LoadError, quiet_bitsandbytes
 
 ALL_LINEAR = ("all-linear",)
 
@@ -71,6 +71,8 @@ def require_peft(spec: str) -> None:
     """LoadError without PEFT."""
     if find_spec("peft") is None:
         raise LoadError(f"{spec}: LoRA needs PEFT; pip install 'rhotrain[lora]'")
+    with quiet_bitsandbytes():
+        import peft  # noqa: F401
 
 
 def add_adapter(model: Any, lora: LoraSpec, *, spec: str, base: str) -> Adapter:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rhotrain.model.loaded import quiet_bitsandbytes
 from rhotrain.train.config import ConfigError, OptimConfig
 
 SMALLEST_8BIT = 4096
@@ -165,7 +166,8 @@ def _adamw(masters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Opti
         )
     if any(m.dtype == torch.float64 for m in masters):
         raise ConfigError("optimizer: adamw_8bit does not work; it has no float64, use adamw with dtype float64")
-    from bitsandbytes.optim import AdamW8bit
+    with quiet_bitsandbytes():
+        from bitsandbytes.optim import AdamW8bit
 
     eight_bit: torch.optim.Optimizer = AdamW8bit(masters, min_8bit_size=SMALLEST_8BIT, **options)
     return eight_bit
