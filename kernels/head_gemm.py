@@ -109,11 +109,16 @@ class Chunk:
 
 def _chunk_rows(head: Head, vocab: int, device: torch.device) -> int:
     """Default rows of a chunk; depends on the device and the head alone."""
-    if device.type != "cuda":
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return default_chunk_rows(vocab, plain=head.plain, cuda_memory=memory)
+
+
+def default_chunk_rows(vocab: int, *, plain: bool, cuda_memory: int | None) -> int:
+    """Rows of a chunk on a GPU with so many bytes, or (None) on a CPU. plain: of `Head`."""
+    if cuda_memory is None:
         return max(16, CHUNK_ELEMENTS // vocab)
-    budget = torch.cuda.get_device_properties(device).total_memory // CHUNK_SHARE_CUDA
-    bytes_each = 6 if head.plain else 14  # float32 logits and a half-type gradient; tanh and a float32 copy besides
-    return min(CHUNK_ROWS_CUDA, max(128, budget // (bytes_each * vocab) // 128 * 128))
+    bytes_each = 6 if plain else 14  # float32 logits and a half-type gradient; tanh and a float32 copy besides
+    return min(CHUNK_ROWS_CUDA, max(128, cuda_memory // CHUNK_SHARE_CUDA // (bytes_each * vocab) // 128 * 128))
 
 
 def chunks(hidden_NH: Tensor, head: Head, rows: ActiveRows, chunk: int | None, *, want_grad: bool) -> Iterator[Chunk]:

@@ -18,6 +18,21 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What PEFT puts before every name in an adapter's file: its own two wrappers."""
 NAME = "default"
+ALL_LINEAR = ("all-linear",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSpec:
+    """A new adapter: rank, alpha (0 takes twice the rank), targets (names of modules, or all-linear)."""
+
+    rank: int
+    alpha: float = 0.0
+    targets: tuple[str, ...] = ALL_LINEAR
+
+    @property
+    def scale_alpha(self) -> float:
+        """alpha, resolved."""
+        return self.alpha or 2.0 * self.rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +42,13 @@ class Adapter:
     config: Any
     layers: tuple[Any, ...]
     notes: tuple[str, ...]
+
+    @property
+    def spec(self) -> LoraSpec:
+        """What would make one like it."""
+        targets = self.config.target_modules
+        names = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
+        return LoraSpec(rank=self.config.r, alpha=float(self.config.lora_alpha), targets=names)
 
     @contextmanager
     def off(self) -> Iterator[None]:

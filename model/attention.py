@@ -148,9 +148,10 @@ class LayerCall:
 @dataclass(eq=False)
 class AttentionState:
     """Shared by all modules of one model. `calls` counts calls of the attention function; `record`, when a
-    list, gets one LayerCall per call. `paged` runs paged attention; a recorder of decode steps (rollout/tape.py)
-    puts itself in its place. `dropout` is above 0 while `LoadedModel.with_dropout` is open. `backend`
-    is what packed and paged attention are asked to run by ("auto": the best that is here)."""
+    list, gets one LayerCall per call. `paged` runs paged attention, `packed` that of training; a recorder of decode
+    steps (rollout/tape.py) and a sketch without memory (train/memory_sketch.py) put themselves in their places.
+    `dropout` is above 0 while `LoadedModel.with_dropout` is open. `backend` is what packed and paged attention are
+    asked to run by ("auto": the best that is here)."""
 
     context: PackedContext | PagedContext | None = None
     dropout: float = 0.0
@@ -158,6 +159,7 @@ class AttentionState:
     calls: int = 0
     record: list[LayerCall] | None = field(default=None, repr=False)
     paged: "PagedFunction" = field(default_factory=lambda: run_paged, repr=False)
+    packed: "PackedFunction" = field(default_factory=lambda: run_packed, repr=False)
 
     @contextmanager
     def using(self, context: PackedContext | PagedContext) -> Iterator[None]:
@@ -169,6 +171,7 @@ class AttentionState:
             self.context = previous
 
 
+PackedFunction = Callable[[PackedContext, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
 PagedFunction = Callable[[AttentionState, int | None, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
 
 
@@ -267,11 +270,11 @@ def rhotrain_attention(
     if isinstance(state.context, PagedContext):
         out_THE = state.paged(state, layer, q_THD, k_THD, v_THE, options)
     else:
-        out_THE = _packed(state.context, q_THD, k_THD, v_THE, {**options, "dropout": float(dropout)})
+        out_THE = state.packed(state.context, q_THD, k_THD, v_THE, {**options, "dropout": float(dropout)})
     return out_THE[None], None
 
 
-def _packed(context: PackedContext, q_THD: Tensor, k_THD: Tensor, v_THE: Tensor, options: dict) -> Tensor:
+def run_packed(context: PackedContext, q_THD: Tensor, k_THD: Tensor, v_THE: Tensor, options: dict) -> Tensor:
     """Causal attention within each segment, differentiable."""
     if q_THD.shape[0] != sum(context.lens_q):
         raise ValueError(f"PackedContext describes {sum(context.lens_q)} tokens, the model was given {q_THD.shape[0]}")

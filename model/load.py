@@ -9,14 +9,14 @@ from torch import nn
 
 from rhotrain.kernels.flash import AttentionChoice
 from rhotrain.model import sources
-from rhotrain.model.adapter import ADAPTER_CONFIG, Adapter
+from rhotrain.model.adapter import ADAPTER_CONFIG, Adapter, LoraSpec
 from rhotrain.model.attention import ATTENTION_NAME, attach_state
 from rhotrain.model.dropout import zero_dropout
 from rhotrain.model.folders import write_folder
 from rhotrain.model.fused import fuse_layers
 from rhotrain.model.head import head_of
 from rhotrain.model.loaded import LoadedModel, LoadError, check_dropout, quiet_transformers
-from rhotrain.model.lora import LoraSpec, add_adapter, is_adapter_folder, open_adapter
+from rhotrain.model.lora import add_adapter, is_adapter_folder, open_adapter
 from rhotrain.model.probe import probe as run_probe
 from rhotrain.model.probe import refuse_by_config
 from rhotrain.model.vocabulary import generation_notes, real_vocabulary, stop_ids
@@ -119,7 +119,7 @@ def adopt_model(
     if need_chat_template and not getattr(tokenizer, "chat_template", None):
         raise LoadError(f"{spec}: its tokenizer has no chat template; use template='raw', or save one with a template")
     config_dropout = zero_dropout(model)
-    _use_our_attention(hf)
+    use_our_attention(hf)
     hf.train()
     if gradient_checkpointing:
         enable_checkpointing(hf, keep_random_state=dropout > 0)
@@ -245,7 +245,7 @@ def _head_rows(model: nn.Module) -> int:
         raise LoadError(str(error)) from None
 
 
-def _use_our_attention(model: Any) -> None:
+def use_our_attention(model: Any) -> None:
     """Select our attention function; where an architecture ignores it, the probe finds out."""
     model.set_attn_implementation(ATTENTION_NAME)
     if next(model.parameters()).dtype == torch.float64 and model._can_set_experts_implementation():

@@ -14,7 +14,6 @@ opens them, and `load_model` opens what PEFT wrote.
 import difflib
 import json
 import warnings
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,24 +22,13 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from rhotrain.model.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NAME, PREFIX, Adapter
+from rhotrain.model.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ALL_LINEAR, NAME, PREFIX, Adapter, LoraSpec
 from rhotrain.model.loaded import LoadError, quiet_bitsandbytes
 
-ALL_LINEAR = ("all-linear",)
 
-
-@dataclass(frozen=True, kw_only=True)
-class LoraSpec:
-    """A new adapter: rank, alpha (0 takes twice the rank), targets (names of modules, or all-linear)."""
-
-    rank: int
-    alpha: float = 0.0
-    targets: tuple[str, ...] = ALL_LINEAR
-
-    @property
-    def scale_alpha(self) -> float:
-        """alpha, resolved."""
-        return self.alpha or 2.0 * self.rank
+def lora_of(rank: int, alpha: float, targets: tuple[str, ...]) -> LoraSpec | None:
+    """What a run's settings ask for: None at rank 0, where all weights are trained."""
+    return LoraSpec(rank=rank, alpha=alpha, targets=targets) if rank > 0 else None
 
 
 def is_adapter_folder(folder: Path) -> bool:

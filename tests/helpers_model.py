@@ -10,8 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from rhotrain.model.adapter import LoraSpec
 from rhotrain.model.load import LoadedModel, adopt_model, save_model
-from rhotrain.model.lora import LoraSpec, add_adapter
+from rhotrain.model.lora import add_adapter
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "phi3", "gpt2")
 

@@ -87,12 +87,27 @@ AUDIT = Command(
         ),
     ),
 )
+PLAN = Extra(
+    name="plan",
+    kind=bool,
+    default=False,
+    help="Print the memory plan of a run instead: `rhotrain doctor --plan` takes the flags of train.",
+)
 DOCTOR = Command(
     name="doctor",
-    summary="Show versions, devices, and which backends will be used and why.",
+    summary="Show versions, devices, and which backends will be used and why; with --plan, what a run's memory holds.",
     fields=(),
-    extras=(JSON,),
+    extras=(PLAN, JSON),
     files=False,
+)
+DOCTOR_PLAN = Command(
+    name="doctor",
+    summary="Print what a run will hold in memory, without loading or starting anything; exit code 2 if it cannot fit.",
+    extras=(
+        PLAN,
+        Extra(name="gpu_gib", kind=int, default=0, help="GiB of a GPU that is not here; 0 takes what is here."),
+        JSON,
+    ),
 )
 PRESETS = Command(
     name="presets",
@@ -126,12 +141,26 @@ def train(argv: Sequence[str]) -> int:
 
 def doctor(argv: Sequence[str]) -> int:
     """`rhotrain doctor`: 0, or 1 when something will not work."""
+    if "--plan" in argv:
+        return _doctor_plan(argv)
     parsed = parse(DOCTOR, argv)
     from rhotrain.train.doctor import as_text, report
 
     found = report()
     print(json.dumps(found) if parsed.extras["json"] else as_text(found))
     return 1 if found["problems"] else 0
+
+
+def _doctor_plan(argv: Sequence[str]) -> int:
+    parsed = parse(DOCTOR_PLAN, argv)
+    config, gpu_gib = parsed.config(), parsed.extras["gpu_gib"]
+    if gpu_gib < 0:
+        raise ConfigError(f"gpu_gib: {gpu_gib} does not work; need GiB >= 1, or 0 for this machine")
+    from rhotrain.train.memory_plan import plan_for
+
+    plan = plan_for(config, gpu_gib=gpu_gib)
+    print(json.dumps(plan.as_dict()) if parsed.extras["json"] else plan.table())
+    return 0
 
 
 def presets(argv: Sequence[str]) -> int:

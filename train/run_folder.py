@@ -79,6 +79,10 @@ class RunFolder:
             raise ConfigError(f"out: {str(path)!r} already holds a run; {ended}, or name another folder")
         return cls(path)
 
+    def note_plan(self, plan: dict[str, Any]) -> None:
+        """Write memory_plan.json."""
+        (self.path / "memory_plan.json").write_text(json.dumps(plan, indent=1) + "\n")
+
     def create(self, config: Config) -> None:
         """Make the folder of a new run, once everything else is known to work. Raises ConfigError."""
         try:

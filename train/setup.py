@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rhotrain.model.load import LoadedModel, load_model
-from rhotrain.model.lora import LoraSpec
+from rhotrain.model.lora import lora_of
 from rhotrain.model.offload import ParkedModel
 from rhotrain.rollout.engine import Engine
 from rhotrain.rollout.sizing import affordable_pages, page_bytes, plan_pages
@@ -17,6 +17,7 @@ from rhotrain.train.config import Config, ConfigError
 from rhotrain.train.data import EncodedPrompt, PromptData, PromptStream
 from rhotrain.train.footprint import resolve
 from rhotrain.train.inner_loop import Learner
+from rhotrain.train.memory_plan import MemoryPlan, plan_of_run
 from rhotrain.train.optim import Optimizer
 from rhotrain.train.rewards import RewardSet, metric_config
 from rhotrain.train.tasks import Task, load_task
@@ -27,7 +28,8 @@ Choices = dict[str, Any]
 
 @dataclass
 class Parts:
-    """Everything a run works with. reference: None unless a KL is asked for. scorer: None without an evaluation."""
+    """Everything a run works with. reference: None unless a KL is asked for. scorer: None without an evaluation. plan:
+    of the memory, None where there is no need for one."""
 
     loaded: LoadedModel
     reference: LoadedModel | None
@@ -38,6 +40,7 @@ class Parts:
     rewards: RewardSet
     scorer: RewardSet | None
     choices: Choices
+    plan: MemoryPlan | None
     notes: tuple[str, ...]
 
 
@@ -62,6 +65,7 @@ def build(config: Config, *, checkpoint_model: Path | None = None, choices: Choi
     held_out = PromptData.encode(task.held_out, config.task, loaded.tokenizer)
     lengths = [len(p.token_ids) for p in (*prompts.prompts, *held_out.prompts)]
     _check_model(config, loaded, max(lengths))
+    plan, plan_note = plan_of_run(config, loaded, max(lengths))
     learner = Learner(
         loaded=loaded,
         optimizer=Optimizer(loaded.parameters(), config.optim),
@@ -89,7 +93,8 @@ def build(config: Config, *, checkpoint_model: Path | None = None, choices: Choi
         rewards=rewards,
         scorer=scorer,
         choices=chosen,
-        notes=tuple(note for note in (*loaded.notes, *task.notes, prompts.note, held_out.note, budget_note) if note),
+        plan=plan,
+        notes=tuple(filter(None, (*loaded.notes, *task.notes, prompts.note, held_out.note, plan_note, budget_note))),
     )
 
 
@@ -111,6 +116,7 @@ def available_cores() -> int:
 
 
 def _model(config: Config, choices: Choices, checkpoint_model: Path | None) -> LoadedModel:
+    model = config.model
     loaded = load_model(
         config.model.model if checkpoint_model is None else str(checkpoint_model),
         device=choices.get("device", config.model.device),
@@ -120,7 +126,7 @@ def _model(config: Config, choices: Choices, checkpoint_model: Path | None) -> L
         dropout=config.model.dropout,
         fused_layers=choices.get("fused_layers", config.model.fused_layers),
         attention=config.model.attention,
-        lora=_lora(config) if checkpoint_model is None else None,
+        lora=lora_of(model.lora_rank, model.lora_alpha, model.lora_targets) if checkpoint_model is None else None,
         need_chat_template=config.task.template == "chat",
     )
     choices.setdefault("fused_layers", loaded.fused_layers)
@@ -144,13 +150,6 @@ def _check_offloads(config: Config, loaded: LoadedModel) -> None:
                 f"{name}: {value} does not work here; the model runs on the CPU, so there is no GPU memory to save; "
                 "leave it out"
             )
-
-
-def _lora(config: Config) -> LoraSpec | None:
-    model = config.model
-    if model.lora_rank == 0:
-        return None
-    return LoraSpec(rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets)
 
 
 def _check_model(config: Config, loaded: LoadedModel, longest_prompt: int) -> None:

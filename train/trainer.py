@@ -98,6 +98,8 @@ class Trainer:
             self.parts = build(config)
             self.queue = RolloutQueue(config, self.parts.engine, self.parts.stream)
             self.folder.create(config)
+            if self.parts.plan is not None:
+                self.folder.note_plan(self.parts.plan.as_dict())
         self.console = Console(steps=config.run.steps, first_step=self.step_index)
 
     # ------------------------------------------------------------------ state

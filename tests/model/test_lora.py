@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rhotrain.model.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, merged_weight, merges
+from rhotrain.model.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraSpec, merged_weight, merges
 from rhotrain.model.attention import PackedContext
 from rhotrain.model.fused import fuse_layers
 from rhotrain.model.load import LoadedModel, LoadError, load_model, save_model
-from rhotrain.model.lora import LoraSpec
 from rhotrain.model.packed import PackedWeights
 
 pytest.importorskip("peft")

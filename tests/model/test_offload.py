@@ -11,9 +11,9 @@ from helpers_train import fake_rollout, make_learner, one_thread
 from torch import Tensor
 
 from rhotrain.model import loaded as loaded_module
+from rhotrain.model.adapter import LoraSpec
 from rhotrain.model.attention import PackedContext
 from rhotrain.model.load import LoadedModel, LoadError, load_model
-from rhotrain.model.lora import LoraSpec
 from rhotrain.model.offload import Moved, ParkedModel, offloaded_inputs
 from rhotrain.train.config import AlgoConfig, ConfigError, ModelConfig
 from rhotrain.train.inner_loop import run_updates

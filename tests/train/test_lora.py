@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from rhotrain.model.adapter import ADAPTER_WEIGHTS, merged_weight
+from rhotrain.model.adapter import ADAPTER_WEIGHTS, LoraSpec, merged_weight
 from rhotrain.model.load import load_model
-from rhotrain.model.lora import LoraSpec
 from rhotrain.train.config import AlgoConfig, Config
 from rhotrain.train.inner_loop import run_updates
 from rhotrain.train.presets import preset
