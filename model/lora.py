@@ -25,6 +25,9 @@ from transformers.pytorch_utils import Conv1D
 from rhotrain.model.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ALL_LINEAR, NAME, PREFIX, Adapter, LoraSpec
 from rhotrain.model.loaded import LoadError, quiet_bitsandbytes
 
+KEEPS_BASE = ("true", "false", "gaussian", "orthogonal", "eva")
+"""PEFT's init_lora_weights under which the base keeps its weights; pissa, olora and others subtract the first B A."""
+
 
 def lora_of(rank: int, alpha: float, targets: tuple[str, ...]) -> LoraSpec | None:
     """What a run's settings ask for: None at rank 0, where all weights are trained."""
@@ -99,6 +102,9 @@ def open_adapter(model: Any, folder: Path, *, spec: str) -> Adapter:
         "bias": config.bias != "none",
         "lora_bias": getattr(config, "lora_bias", False),
         "trainable_token_indices": getattr(config, "trainable_token_indices", None),
+        f"init_lora_weights {config.init_lora_weights!r} (it changes the base, which then is no reference)": (
+            str(config.init_lora_weights).lower() not in KEEPS_BASE
+        ),
     }
     found = [name for name, value in refused.items() if value]
     if found:
@@ -126,6 +132,7 @@ def _inject(model: Any, config: Any, spec: str) -> Adapter:
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
+    tables = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}  # before PEFT puts its layers there
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # gpt2's Conv1D, which PEFT then handles
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")  # of experts, see the note
@@ -134,9 +141,11 @@ def _inject(model: Any, config: Any, spec: str) -> Adapter:
         except ValueError as error:
             raise LoadError(f"{spec}: lora_targets: {str(error).splitlines()[0]}") from error
     layers: tuple[Any, ...] = tuple(m for m in model.modules() if isinstance(m, LoraLayer))
-    tables = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     if any(id(getattr(layer, "base_layer", None)) in tables for layer in layers):
         raise LoadError(f"{spec}: lora_targets: the head and the embedding carry no adapter; leave them out")
+    variants = sorted({type(v).__name__ for layer in layers for v in layer.lora_variant.values()})
+    if variants:  # aLoRA for one computes nothing without what PeftModel's own forward hands it
+        raise LoadError(f"{spec}: the adapter uses {', '.join(variants)}, which is not supported; train plain LoRA")
     for layer in layers:
         for part in (*layer.lora_A.values(), *layer.lora_B.values()):
             if part.weight.dtype in (torch.bfloat16, torch.float16):

@@ -234,6 +234,42 @@ def test_adapters_that_are_not_taken(base: Path, tmp_path: Path, values: dict[st
         load_model(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "the head and the embedding carry no adapter"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "the head and the embedding carry no adapter"),
+        ({"alora_invocation_tokens": [8, 9]}, "uses ALoraLinearVariant"),
+        ({"use_dora": True}, "uses use_dora"),
+        ({"init_lora_weights": "pissa"}, "uses init_lora_weights 'pissa'"),
+        ({"init_lora_weights": "olora"}, "uses init_lora_weights 'olora'"),
+    ],
+    ids=str,
+)
+def test_adapters_of_peft_that_are_not_plain_lora(
+    base: Path, tmp_path: Path, values: dict[str, Any], words: str
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    settings: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"], **values}
+    theirs: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**settings))
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    with pytest.raises(LoadError, match=words):
+        load_model(str(tmp_path / "theirs"))
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian", "orthogonal"])
+def test_an_adapter_that_is_opened_leaves_the_base_as_it_is(base: Path, tmp_path: Path, start: bool | str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    settings: Any = {"init_lora_weights": start}
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], **settings)
+    theirs: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    loaded = load_model(str(tmp_path / "theirs"))
+    assert torch.equal(logits(loaded.base()), logits(load_model(str(base))))
+
+
 def test_damaged_adapters_are_told(base: Path, tmp_path: Path) -> None:
     folder = save_model(load_model(str(base), lora=RANK4), tmp_path / "adapter")
     weights = load_file(folder / ADAPTER_WEIGHTS)
