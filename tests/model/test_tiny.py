@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,50 @@ def exact_share(loaded: LoadedModel, questions: tuple[tiny.QuestionText, ...], s
     wanted = [[*tokenizer.encode(answer), tokenizer.eos_token_id] for _, answer in questions]
     hits = [row[start : start + len(want)] == want for row, start, want in zip(rows, starts, wanted)]
     return sum(hits) / len(hits)
+
+
+def test_the_warm_start_goes_on_until_it_is_good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps and then two at a time, until the share asked for is there; the share is a sample's probability."""
+    monkeypatch.setattr(tiny, "CHECK_EVERY", 2)
+    monkeypatch.setattr(tiny, "MOST_STEPS", 9)
+    shares = iter([0.1, 0.2, 0.6, 0.0])
+    seen: list[float] = []
+
+    def share(*_: Any) -> float:
+        seen.append(next(shares))
+        return seen[-1]
+
+    monkeypatch.setattr(tiny, "sampled_share", share)
+    steps: list[int] = []
+    real = torch.optim.AdamW.step
+
+    def step(self: Any, *args: Any) -> Any:
+        steps.append(1)
+        return real(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    tokenizer = tiny.build_tokenizer()
+    tiny.warm_start(tiny.build_model(0), tokenizer, steps=2, until=0.5)
+    assert seen == [0.1, 0.2, 0.6] and len(steps) == 2 + 2 + 2
+    steps.clear()
+    tiny.warm_start(tiny.build_model(0), tokenizer, steps=3)
+    assert len(steps) == 3, "0 asks for nothing more"
+    steps.clear()
+    shares = iter([0.0] * 9)
+    tiny.warm_start(tiny.build_model(0), tokenizer, steps=2, until=0.5)
+    assert len(steps) == 9, "and there is an end"
+
+
+def test_the_sampled_share_by_hand() -> None:
+    tokenizer, model = tiny.build_tokenizer(), tiny.build_model(0)
+    inputs, labels = tiny._table(tokenizer)
+    row, wanted = inputs[:1], labels[0]
+    p = model(input_ids=row).logits[0].detach().softmax(-1)
+    by_hand = 1.0
+    for k in range(1, len(wanted)):
+        if wanted[k] >= 0:
+            by_hand *= float(p[k - 1, wanted[k]])
+    assert tiny.sampled_share(model, inputs[:1], labels[:1]) == pytest.approx(by_hand, rel=1e-5)
 
 
 def test_preset_is_half_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

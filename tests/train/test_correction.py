@@ -14,7 +14,7 @@ from rhotrain.rollout.completion import Completion
 from rhotrain.train.batching import TokenTable, make_table
 from rhotrain.train.config import AlgoConfig, Config, ConfigError, RolloutConfig
 from rhotrain.train.correction import effective_sample_size, importance_weights, sequence_log_weights
-from rhotrain.train.inner_loop import InnerLoop, run_updates
+from rhotrain.train.inner_loop import InnerLoop, Prepared, run_updates
 
 LOG_WEIGHTS = ((0.2, -0.1, 1.5), (-0.4,), (0.0, 0.0), (3.0, -2.5, 0.3, 0.1))
 """logprob - sampling_logprob of four completions; the sampler gives every token -4."""
@@ -161,7 +161,7 @@ def test_an_undetached_weight_is_refused() -> None:
     made = rollout.table(algo, torch.float64)
     made.importance = torch.ones_like(made.advantages).requires_grad_()
     learner = make_learner(loaded, algo)
-    learner.prepare = lambda table: type("P", (), {"frozen": None, "running": [0], "correction": {}})()  # type: ignore
+    learner.prepare = lambda table: Prepared(None, [0], {}, made.importance)  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"importance: requires grad.*importance\.detach\(\)"):
         run_updates(learner, made, rollout.num_groups, rollout_index=0)
 
