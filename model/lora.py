@@ -58,6 +58,18 @@ def base_of(folder: Path) -> str:
     return str(base)
 
 
+def spec_of(folder: Path) -> LoraSpec:
+    """What would make an adapter like the one in `folder`, of its configuration alone. Raises LoadError."""
+    base_of(folder)
+    content = json.loads((folder / ADAPTER_CONFIG).read_text())
+    try:
+        targets = content["target_modules"]
+        names = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
+        return LoraSpec(rank=int(content["r"]), alpha=float(content["lora_alpha"]), targets=names)
+    except (KeyError, TypeError, ValueError) as error:
+        raise LoadError(f"model: {folder / ADAPTER_CONFIG} lacks a usable r, lora_alpha or target_modules") from error
+
+
 def require_peft(spec: str) -> None:
     """LoadError without PEFT."""
     if find_spec("peft") is None:

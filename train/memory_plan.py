@@ -7,6 +7,7 @@ counted: the libraries' workspaces and fragmentation, for which RESERVED is kept
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,9 +16,10 @@ from rhotrain.kernels.head_gemm import default_chunk_rows
 from rhotrain.model import sources
 from rhotrain.model.adapter import LoraSpec
 from rhotrain.model.loaded import LoadedModel, LoadError
-from rhotrain.model.lora import lora_of
+from rhotrain.model.lora import is_adapter_folder, lora_of, spec_of
 from rhotrain.rollout.sizing import free_memory, page_bytes, plan_pages
 from rhotrain.train.config import Config, ConfigError
+from rhotrain.train.footprint import CPU_TOKENS, Footprint
 from rhotrain.train.memory_sketch import Sketch, sketch_activations, sketch_model
 from rhotrain.train.optim import moment_bytes
 
@@ -27,6 +29,8 @@ RESERVED = {"cuda": 0.07, "cpu": 0.05}
 
 Phase = Literal["rollout", "update"]
 POOL = "KV pool"
+BEFORE_THE_POOL = ("weights", "masters", "reference")
+"""What is allocated when the engine takes its share of the memory that is free; moments and gradients come later."""
 PHASES: tuple[Phase, ...] = ("rollout", "update")
 
 
@@ -143,20 +147,29 @@ def make_plan(
     longest = longest_prompt + rollout.max_new_tokens - 1
     group = longest_prompt + rollout.group_size * (rollout.max_new_tokens - 1)
     whole = rollout.prompts_per_step * group
-    asked = config.optim.token_budget or whole
-    tokens = max(longest, min(asked, whole))
+    asked = config.optim.token_budget
+    resident = [*_weights(config, model), _reference(config, model)]
+    before = sum(part.nbytes for part in resident if part.name in BEFORE_THE_POOL)
     fixed = [
-        *_weights(config, model),
-        _reference(config, model),
-        _kv_pool(config, model, capacity, longest_prompt),
+        *resident,
+        _kv_pool(config, model, capacity - before, longest_prompt),
         *_rollout_extras(config, model, device),
         *_head(model, device, capacity),
     ]
     held = [part for part in fixed if part.nbytes]
-    activations, least = _activations(config, model, sketch, tokens), _activations(config, model, sketch, longest)
     update = sum(part.nbytes for part in held if "update" in part.phases)
+    footprint = _footprint(config, model, sketch)
+    if asked == 0 and footprint is not None:  # as footprint.Room will choose
+        fits = footprint.tokens_in(capacity * (1.0 - RESERVED[device]) - update)
+        most = min(whole, max(CPU_TOKENS, group)) if device == "cpu" else whole
+        note = "token_budget is measured at start, about {} tokens"
+    else:
+        fits, most = asked or whole, whole
+        note = "micro-batches of {} tokens"
+    tokens = max(longest, min(fits, most))
+    activations, least = (0 if footprint is None else int(footprint.bytes_of(n)) for n in (tokens, longest))
     return MemoryPlan(
-        parts=(*held, Part("activations", activations, ("update",), f"micro-batches of {tokens} tokens")),
+        parts=(*held, Part("activations", activations, ("update",), note.format(tokens))),
         device=device,
         capacity=capacity,
         budget=tokens,
@@ -194,7 +207,7 @@ def _reference(config: Config, model: LoadedModel) -> Part:
     return Part("reference", plain, note="taken to be of the policy's size")
 
 
-def _kv_pool(config: Config, model: LoadedModel, capacity: int, longest_prompt: int) -> Part:
+def _kv_pool(config: Config, model: LoadedModel, free: int, longest_prompt: int) -> Part:
     rollout, evaluation = config.rollout, config.eval
     page = page_bytes(model, rollout.page_size)
     if rollout.kv_memory_gib > 0:
@@ -208,8 +221,7 @@ def _kv_pool(config: Config, model: LoadedModel, capacity: int, longest_prompt: 
             for prompts, n in crowds
             if prompts
         )
-        weights = sum(p.nbytes for p in model.model.parameters())
-        pages = max(1, min(wanted, max(0, capacity - weights) // 4 // page))
+        pages = max(1, min(wanted, max(0, free) // 4 // page))
     phases: tuple[Phase, ...] = ("rollout",) if rollout.release_memory else PHASES
     return Part(POOL, pages * page, phases, f"{pages} pages of {rollout.page_size} tokens")
 
@@ -239,13 +251,16 @@ def _head(model: LoadedModel, device: str, capacity: int) -> list[Part]:
     return parts
 
 
-def _activations(config: Config, model: LoadedModel, sketch: Sketch, tokens: int) -> int:
-    if sketch.footprint is None:
-        return 0
-    hidden = model.config.hidden_size
-    moved = model.num_layers * hidden * model.dtype.itemsize if config.model.offload_activations else 0
-    return int(max(0.0, sketch.footprint.bytes_of(tokens) - moved * tokens))
+def _footprint(config: Config, model: LoadedModel, sketch: Sketch) -> Footprint | None:
+    """The sketch's, less the layer inputs that wait on the CPU."""
+    if sketch.footprint is None or not config.model.offload_activations:
+        return sketch.footprint
+    moved = model.num_layers * model.config.hidden_size * model.dtype.itemsize
+    return replace(sketch.footprint, per_token=max(1.0, sketch.footprint.per_token - moved))
 
+
+MOST_ADVICE = 4
+"""Settings that a refusal names: each may take a sketch, and the cheapest come first."""
 
 # ---- what to turn ---------------------------------------------------------------------------------------------------
 
@@ -253,6 +268,7 @@ def _activations(config: Config, model: LoadedModel, sketch: Sketch, tokens: int
 def knobs(config: Config, pool_gib: float) -> list[tuple[str, Config]]:
     """(what to set, the run with it set), the cheapest in quality and time first. pool_gib: of the plan's KV pool."""
     model, optim, algo = config.model, config.optim, config.algo
+    adapted = model.lora_rank > 0 or is_adapter_folder(Path(model.model).expanduser())
     found: list[tuple[str, Config]] = []
 
     def offer(text: str, **sections: Any) -> None:
@@ -268,7 +284,7 @@ def knobs(config: Config, pool_gib: float) -> list[tuple[str, Config]]:
         offer("release_memory", rollout=replace(config.rollout, release_memory=True))
     if not model.gradient_checkpointing:
         offer("gradient_checkpointing", model=replace(model, gradient_checkpointing=True))
-    if not model.offload_reference and (algo.beta > 0 or algo.kl_in_reward > 0) and model.lora_rank == 0:
+    if not model.offload_reference and (algo.beta > 0 or algo.kl_in_reward > 0) and (model.ref_model or not adapted):
         offer("offload_reference", model=replace(model, offload_reference=True))
     if optim.optimizer == "adamw":
         offer("optimizer adamw_8bit", optim=replace(optim, optimizer="adamw_8bit"))
@@ -279,7 +295,7 @@ def knobs(config: Config, pool_gib: float) -> list[tuple[str, Config]]:
         apart = replace(optim, optimizer="adamw_offload")
         offer("optimizer adamw_offload", optim=apart)
         offer("optimizer adamw_offload and gradient_checkpointing", optim=apart, model=checkpointed)
-    if model.lora_rank == 0:
+    if not adapted:
         offer("lora_rank 16", model=replace(model, lora_rank=16))
         offer("lora_rank 16 and gradient_checkpointing", model=replace(checkpointed, lora_rank=16))
     return found
@@ -291,17 +307,19 @@ def check_possible(plan: MemoryPlan, config: Config, make: Callable[[Config], Me
     if plan.possible:
         return
     short = (max(plan.total("rollout"), plan.least) - plan.room) / GIB
-    helps = []
+    helps: list[str] = []
     pool = sum(part.nbytes for part in plan.parts if part.name == POOL) / GIB
     for text, other in knobs(config, pool):
-        if plan.device == "cpu" and ("offload" in text):
+        if plan.device == "cpu" and "offload" in text:
             continue
+        if len(helps) == MOST_ADVICE:
+            break
         changed = make(other)
         saved = (max(plan.total("rollout"), plan.least) - max(changed.total("rollout"), changed.least)) / GIB
         if changed.possible:
             helps.append(f"{text} (saves {saved:.1f} GiB)")
     advice = (
-        f"one of these makes it fit: {'; '.join(helps[:4])}"
+        f"one of these makes it fit: {'; '.join(helps)}"
         if helps
         else "no single setting makes it fit; take a smaller model, shorter sequences or a larger GPU"
     )
@@ -351,15 +369,23 @@ def plan_of_run(config: Config, loaded: LoadedModel, longest_prompt: int) -> tup
 
 
 def plan_for(config: Config, *, gpu_gib: int) -> MemoryPlan:
-    """The plan for a GPU of so many GiB, or (0) for the one that is here, or this machine's CPU. Prompts are taken to
-    be max_prompt_tokens long. Nothing is loaded. Raises ConfigError when it cannot work."""
-    device: Literal["cuda", "cpu"] = "cuda" if gpu_gib or torch.cuda.is_available() else "cpu"
-    capacity = gpu_gib * GIB or free_memory(torch.device(device))
+    """The plan for a GPU of so many GiB, or (0) for the `device` of the settings on this machine. Prompts are taken to
+    be max_prompt_tokens long. Nothing is loaded. Raises ConfigError when it cannot work, LoadError for an unusable
+    model or a device that is not here."""
+    if gpu_gib and config.model.device == "cpu":
+        raise ConfigError(f"gpu_gib: {gpu_gib} does not go with device cpu; leave one of them out")
+    place = torch.device("cuda") if gpu_gib else sources.resolve_device(config.model.device)
+    device: Literal["cuda", "cpu"] = "cpu" if place.type == "cpu" else "cuda"
+    capacity = gpu_gib * GIB or free_memory(place)
+    folder = Path(config.model.model).expanduser()
+    adapter = spec_of(folder) if is_adapter_folder(folder) else None
     sketches: Sketches = {}
 
     def make(settings: Config) -> MemoryPlan:
         prompt = settings.task.max_prompt_tokens
-        return make_plan(settings, device=device, capacity=capacity, longest_prompt=prompt, sketches=sketches)
+        return make_plan(
+            settings, device=device, capacity=capacity, longest_prompt=prompt, lora=adapter, sketches=sketches
+        )
 
     plan = make(config)
     check_possible(plan, config, make)

@@ -4,7 +4,8 @@ Nothing is estimated by hand: forward and backward of the model's own code run o
 storage they make is followed from its making to its end (`PeakMemory`). Attention stands for a flash kernel: it keeps
 q, k, v, its output and one float32 per query and head; with shared prompts the keys and values are gathered first.
 So a plan for a GPU that is not there takes seconds, for any size of model. Where only plain attention runs (softcap or
-sinks without flash-attn) its scores come on top and are not counted.
+sinks without flash-attn) its scores come on top and are not counted. Layers are sketched unfused: `fused_layers` keep
+less than that.
 """
 
 import copy

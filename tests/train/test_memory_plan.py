@@ -18,7 +18,7 @@ from rhotrain.rollout.sizing import page_bytes
 from rhotrain.train import memory_plan, memory_sketch
 from rhotrain.train.cli import main
 from rhotrain.train.config import AlgoConfig, Config, ConfigError
-from rhotrain.train.footprint import Shape, measure_footprint
+from rhotrain.train.footprint import CPU_TOKENS, Shape, measure_footprint
 from rhotrain.train.memory_plan import GIB, MemoryPlan, Part, Sketches, check_possible, make_plan
 from rhotrain.train.memory_sketch import context_of, sketch_activations, sketch_model
 from rhotrain.train.presets import preset
@@ -178,6 +178,29 @@ def test_offloaded_activations_leave_a_layers_work(tmp_path: Path) -> None:
     assert size(moved, "activations") > 0
 
 
+def test_the_pool_takes_a_quarter_of_what_weights_masters_and_reference_leave(tmp_path: Path) -> None:
+    """Which is what is free when the engine asks; moments and gradients come later."""
+    config = settings(folder(tmp_path / "q", QWEN3_SMALL), prompts_per_step=64, beta=0.1)
+    made, count = plan(config, 10), 218_507_264
+    page = page_bytes(sketches(config.model.model)[False, None][0], config.rollout.page_size)
+    assert size(made, "KV pool") == (10 * GIB - (2 + 4 + 2) * count) // 4 // page * page
+
+
+def test_a_budget_that_is_measured_is_planned_for_as_what_fits(tmp_path: Path) -> None:
+    config = settings(folder(tmp_path / "q", QWEN3_SMALL), token_budget=0)
+    made = plan(config, 8)
+    assert made.fits and made.longest < made.budget < 8 * (512 + 8 * 1023)
+    assert "halved" not in made.table() and f"measured at start, about {made.budget} tokens" in made.table()
+    more = plan(settings(config.model.model, token_budget=made.budget + 1), 8)
+    assert not more.fits and more.budget == made.budget + 1
+    everything = plan(config, 500)
+    assert everything.budget == config.rollout.prompts_per_step * (512 + config.rollout.group_size * 1023)
+    short = settings(config.model.model, token_budget=0, group_size=2, max_new_tokens=64, dtype="bfloat16")
+    known = sketches(config.model.model + " short")
+    on_cpu = make_plan(short, device="cpu", capacity=200 * GIB, longest_prompt=100, sketches=known)
+    assert on_cpu.budget == CPU_TOKENS
+
+
 @pytest.mark.parametrize("values", [{}, {"dtype": "bfloat16"}, {"lora_rank": 2}], ids=str)
 def test_parts_are_those_of_the_run(values: dict[str, Any], tmp_path: Path) -> None:
     """KV pool, weights, masters, gradients and moments of a tiny run on this CPU, after a step."""
@@ -272,6 +295,33 @@ def test_doctor_plans_without_weights_or_tokenizer(tmp_path: Path, capsys: pytes
     assert "gpu_gib: -1 does not work" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["doctor", "--gpu-gib", "8"])
+
+
+def test_an_adapters_folder_is_planned_for_as_its_adapter(tmp_path: Path) -> None:
+    """As its base with lora_rank set, without weights of either; and no other adapter is offered."""
+    base = folder(tmp_path / "q", QWEN3_SMALL)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    content: dict[str, Any] = {"peft_type": "LORA", "base_model_name_or_path": base, "r": 8, "lora_alpha": 16}
+    content["target_modules"] = ["q_proj", "down_proj"]
+    (adapter / "adapter_config.json").write_text(json.dumps(content))
+    opened = memory_plan.plan_for(settings(str(adapter)), gpu_gib=24)
+    made = memory_plan.plan_for(settings(base, lora_rank=8, lora_targets=("q_proj", "down_proj")), gpu_gib=24)
+    assert opened.parts == made.parts
+    assert size(opened, "gradients") == 4 * 4 * 8 * (1024 + 2048 + 3072 + 1024)
+    assert not any("lora_rank" in text for text, _ in memory_plan.knobs(settings(str(adapter)), 0.0))
+    del content["r"]
+    (adapter / "adapter_config.json").write_text(json.dumps(content))
+    with pytest.raises(LoadError, match=r"adapter_config\.json lacks a usable r, lora_alpha or target_modules"):
+        memory_plan.plan_for(settings(str(adapter)), gpu_gib=24)
+
+
+def test_a_plan_is_for_the_device_of_the_settings(tmp_path: Path) -> None:
+    model = folder(tmp_path / "q", QWEN3_SMALL)
+    with pytest.raises(ConfigError, match="gpu_gib: 24 does not go with device cpu"):
+        memory_plan.plan_for(settings(model, device="cpu"), gpu_gib=24)
+    made = memory_plan.plan_for(settings(model, device="cpu", gradient_checkpointing=True, lora_rank=1), gpu_gib=0)
+    assert made.device == "cpu" and size(made, "packed weights") > 0
 
 
 def test_a_run_writes_its_plan_and_is_refused_before_its_folder(
