@@ -74,12 +74,13 @@ class ParkedModel:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """The model's tensors are on the device inside. May be entered again inside."""
-        if self._depth == 0:
-            for tensor, home in self._homes:
-                tensor.data = home.to(self.device, non_blocking=True, copy=True)
+        """The model's tensors are on the device inside. May be entered again inside. When they do not all fit,
+        those that did leave the device again before the error goes on."""
         self._depth += 1
         try:
+            if self._depth == 1:
+                for tensor, home in self._homes:
+                    tensor.data = home.to(self.device, non_blocking=True, copy=True)
             yield
         finally:
             self._depth -= 1

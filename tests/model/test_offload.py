@@ -159,6 +159,28 @@ def test_a_parked_model_computes_the_same_when_awake() -> None:
         assert torch.equal(logits(plain), expected)
 
 
+def test_weights_that_do_not_all_fit_leave_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out at the third tensor: the token budget is lowered then, and must find the device free."""
+    parked = ParkedModel(tiny_model("llama").model, torch.device("cpu"))
+    homes = {n: p.data_ptr() for n, p in parked.model.named_parameters()}
+    real, copies = Tensor.to, 0
+
+    def to(self: Tensor, *args: Any, **options: Any) -> Tensor:
+        nonlocal copies
+        copies += 1
+        if copies == 3:
+            raise torch.OutOfMemoryError("full")
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(Tensor, "to", to)
+    with pytest.raises(torch.OutOfMemoryError, match="full"), parked.awake():
+        raise AssertionError("entered without all weights")
+    assert copies == 3 and {n: p.data_ptr() for n, p in parked.model.named_parameters()} == homes
+    with parked.awake():
+        away = {n: p.data_ptr() for n, p in parked.model.named_parameters()}
+        assert all(away[n] != homes[n] for n in homes)
+
+
 def test_scoring_wakes_the_reference() -> None:
     loaded, naive = model_pair("llama", torch.float32)
     reference = tiny_model("llama", 1)
