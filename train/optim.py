@@ -144,9 +144,14 @@ def _master(parameter: nn.Parameter, offload: bool) -> nn.Parameter:
 
 
 def _watched(parameter: nn.Parameter) -> Tensor:
-    """About WATCHED elements, evenly spread; an odd stride walks through all columns of usual widths."""
+    """About WATCHED elements, evenly spread. The stride shares no factor with the width, so that every column is met:
+    with one of 81, a (576, 576) weight would show 64 columns of its 576."""
     flat = parameter.detach().flatten()
-    return flat[:: flat.numel() // WATCHED | 1]
+    width = parameter.shape[-1] if parameter.dim() else 1
+    stride = flat.numel() // WATCHED | 1
+    while math.gcd(stride, width) > 1:
+        stride += 2
+    return flat[::stride]
 
 
 def _adamw(masters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:

@@ -405,10 +405,22 @@ def test_the_share_of_changed_weights_by_hand() -> None:
     assert optimizer.changed_share == pytest.approx(0.9), "one weight has no gradient"
 
 
-def test_the_share_is_a_sample_over_all_columns() -> None:
-    """A fifth of the columns of a wide matrix changes; the sample finds the fifth within two percent."""
-    weight = nn.Parameter(torch.ones(512, 320))
+# SmolLM2's attention and MLP, Qwen3's key projection, a width of small factors only; rows, columns.
+@pytest.mark.parametrize("shape", [(512, 320), (576, 576), (192, 576), (576, 1536), (1024, 1024), (630, 630)])
+@pytest.mark.parametrize("every", [2, 3, 5, 7, 9])
+def test_the_share_is_a_sample_over_all_columns(shape: tuple[int, int], every: int) -> None:
+    """Every k-th column of a matrix changes; the sample finds their share within two percent."""
+    weight = nn.Parameter(torch.ones(shape))
     optimizer = Optimizer([weight], OptimConfig())
-    (weight[:, ::5] * 2).sum().backward()
+    (weight[:, ::every] * 2).sum().backward()
     optimizer.step(1e-3)
-    assert optimizer.changed_share == pytest.approx(0.2, abs=0.02)
+    changed = len(range(0, shape[1], every)) / shape[1]
+    assert optimizer.changed_share == pytest.approx(changed, abs=0.02)
+
+
+def test_the_share_of_a_scalar() -> None:
+    scale = nn.Parameter(torch.tensor(1.0))
+    optimizer = Optimizer([scale], OptimConfig())
+    (scale * 2).backward()
+    optimizer.step(1e-3)
+    assert optimizer.changed_share == 1.0
