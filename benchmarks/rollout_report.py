@@ -189,23 +189,28 @@ def _aim(row: Row) -> str:
     return f"target {row.target:g}{unit}{least}{share}: {row.verdict}"
 
 
-def result_path(wanted: str, device: str, kernels_too: bool) -> Path:
-    """Where `--bench-json` puts the rows: auto is benchmarks/results/rollout-<device>.json. A path that the kernel
-    benchmarks of the same run write to gets -rollout added to its name."""
+def result_path(wanted: str, device: str, others_too: bool, kind: str = "rollout") -> Path:
+    """Where `--bench-json` puts the rows: auto is benchmarks/results/<kind>-<device>.json. A path that the kernel
+    benchmarks of the same run write to gets -<kind> added to its name."""
     if wanted == "auto":
         kernels = default_path(device)
-        return kernels.with_name(kernels.name.replace("kernels-", "rollout-", 1))
+        return kernels.with_name(kernels.name.replace("kernels-", f"{kind}-", 1))
     path = Path(wanted)
-    return path.with_name(f"{path.stem}-rollout{path.suffix}") if kernels_too else path
+    return path.with_name(f"{path.stem}-{kind}{path.suffix}") if others_too else path
 
 
 def write_json(
-    path: Path, machine: dict[str, Any], settings: dict[str, Any], limits: dict[str, float], rows: Sequence[Row]
+    path: Path,
+    machine: dict[str, Any],
+    settings: dict[str, Any],
+    limits: dict[str, float],
+    rows: Sequence[Any],
+    kind: str = "rollout",
 ) -> None:
-    """Machine, settings, limits and rows, to six digits; fields that say nothing are left out."""
-    kept = [{k: v for k, v in asdict(row).items() if v is not None and v != ""} for row in rows]
+    """Machine, settings, limits and rows (dataclasses), to six digits; fields that say nothing are left out."""
+    kept = [{k: v for k, v in asdict(row).items() if v not in (None, "", [])} for row in rows]
     content = {
-        "benchmark": "benchmarks/test_rollout.py",
+        "benchmark": f"benchmarks/test_{kind}.py",
         "machine": machine,
         "settings": settings,
         "limits": limits,

@@ -87,6 +87,22 @@ class Case:
         return self.prompts * (self.prompt_tokens * (self.prompt_tokens + 1) // 2 + self.group * member)
 
 
+def _context(name: str, tokens: int, on: tuple[str, ...]) -> Case:
+    """The update alone on one completion of so many tokens, recomputed layer by layer."""
+    return Case(
+        name=name,
+        prompts=1,
+        group=1,
+        prompt_tokens=1,
+        new_tokens=tokens,
+        whole=False,
+        on=on,
+        checkpointing=True,
+        budget=tokens + 1,
+        peer_rows=1,
+    )
+
+
 CASES = (
     Case(
         name="short-prompts",
@@ -99,44 +115,11 @@ CASES = (
         memory=0.5,
     ),
     Case(name="long-prompts", prompts=4, group=8, prompt_tokens=512, new_tokens=32, times_trl=6.0),
-    Case(
-        name="context-16k",
-        prompts=1,
-        group=1,
-        prompt_tokens=1,
-        new_tokens=16384,
-        whole=False,
-        on=("cuda",),
-        checkpointing=True,
-        budget=16640,
-        peer_rows=1,
-    ),
-    Case(
-        name="context-64k",
-        prompts=1,
-        group=1,
-        prompt_tokens=1,
-        new_tokens=65536,
-        whole=False,
-        on=("cuda",),
-        checkpointing=True,
-        budget=66048,
-        peer_rows=1,
-    ),
+    *(_context(f"context-{k}k", k * 1024, ("cuda",)) for k in (16, 64)),
 )
 TINY_CASES = (
     Case(name="tiny", prompts=2, group=4, prompt_tokens=12, new_tokens=6, budget=40, peer_rows=4, times_trl=4.0),
-    Case(
-        name="tiny-context",
-        prompts=1,
-        group=1,
-        prompt_tokens=1,
-        new_tokens=64,
-        whole=False,
-        checkpointing=True,
-        budget=80,
-        peer_rows=1,
-    ),
+    _context("tiny-context", 64, ("cpu", "cuda")),
 )
 """With the model `tiny`: every code path in seconds, on any device."""
 

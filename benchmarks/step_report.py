@@ -1,14 +1,11 @@
-"""Parity, the least time of a step, one row per case and side, as a table and as JSON."""
+"""Parity, the least time of a step, one row per case and side, as a table."""
 
-import json
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from kernel_report import default_path
 from rollout_limits import LeastWork, ModelShape
 from rollout_report import DISTURBED, Status
 from step_cases import PRIME_RL, Case
@@ -199,30 +196,3 @@ def _cells(row: Row) -> tuple[str, ...]:
         show(row.memory_share, "{:.0%}"),
         "; ".join(note for note in notes if note),
     )
-
-
-def result_path(wanted: str, device: str, others_too: bool) -> Path:
-    """Where `--bench-json` puts the rows: auto is benchmarks/results/step-<device>.json; a path that other benchmarks
-    of the same run write to gets -step added to its name."""
-    if wanted == "auto":
-        kernels = default_path(device)
-        return kernels.with_name(kernels.name.replace("kernels-", "step-", 1))
-    path = Path(wanted)
-    return path.with_name(f"{path.stem}-step{path.suffix}") if others_too else path
-
-
-def write_json(
-    path: Path, machine: dict[str, Any], settings: dict[str, Any], limits: dict[str, float], rows: Sequence[Row]
-) -> None:
-    """Machine, settings, limits and rows, to six digits; fields that say nothing are left out."""
-    kept = [{k: v for k, v in asdict(row).items() if v not in (None, "", [])} for row in rows]
-    content = {
-        "benchmark": "benchmarks/test_step.py",
-        "machine": machine,
-        "settings": settings,
-        "limits": limits,
-        "rows": kept,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rounded = json.loads(json.dumps(content), parse_float=lambda text: float(f"{float(text):.6g}"))
-    path.write_text(json.dumps(rounded, indent=1) + "\n")

@@ -108,7 +108,7 @@ class RolloutRun:
             terminalreporter.write_line(line)
         wanted = config.getoption("--bench-json")
         if wanted:
-            path = result_path(wanted, where, kernels_too=bool(self.kernels.rows))
+            path = result_path(wanted, where, others_too=bool(self.kernels.rows))
             machine = describe_machine(DEVICE)
             installed = {d.name: d.version for d in metadata.distributions()}
             machine["versions"] |= {name: installed.get(name) for name in ("flash-attn", "vllm", "sglang")}

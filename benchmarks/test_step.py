@@ -29,6 +29,7 @@ import torch
 from kernel_limits import describe_machine, device_name
 from rollout_cases import RANDOM_MODELS
 from rollout_limits import ModelShape, measure_roofline
+from rollout_report import result_path, write_json
 from step_cases import Case, cases, write_model, write_prompts, write_rollout
 from step_process import SideFailed, run_side
 from step_report import (
@@ -38,9 +39,7 @@ from step_report import (
     fill,
     gradient_error,
     parity_failure,
-    result_path,
     table,
-    write_json,
 )
 from step_worker import Job
 
@@ -119,8 +118,8 @@ class StepRun:
             terminalreporter.write_line(line)
         wanted = config.getoption("--bench-json")
         if wanted:
-            path = result_path(wanted, where, others_too=bool(self.others.rows))
-            write_json(path, describe_machine(DEVICE), self.settings(), limits, self.rows)
+            path = result_path(wanted, where, bool(self.others.rows), "step")
+            write_json(path, describe_machine(DEVICE), self.settings(), limits, self.rows, "step")
             terminalreporter.write_line(f"written to {path}")
 
 

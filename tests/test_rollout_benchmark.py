@@ -359,9 +359,9 @@ def test_table_and_json_say_what_was_not_measured(uneven: Batch, tmp_path: Path)
 
 
 def test_results_have_a_file_of_their_own() -> None:
-    assert result_path("auto", "NVIDIA H200", kernels_too=True) == RESULTS / "rollout-nvidia-h200.json"
-    assert result_path("x/y.json", "d", kernels_too=False) == Path("x/y.json")
-    assert result_path("x/y.json", "d", kernels_too=True) == Path("x/y-rollout.json")
+    assert result_path("auto", "NVIDIA H200", others_too=True) == RESULTS / "rollout-nvidia-h200.json"
+    assert result_path("x/y.json", "d", others_too=False) == Path("x/y.json")
+    assert result_path("x/y.json", "d", others_too=True) == Path("x/y-rollout.json")
 
 
 def test_committed_results_are_whole() -> None:

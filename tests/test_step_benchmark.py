@@ -11,9 +11,10 @@ import step_process
 import test_step
 import torch
 from rollout_limits import ModelShape
+from rollout_report import result_path, write_json
 from step_cases import CASES, TINY_CASES, Case, cases, write_model, write_prompts, write_rollout
 from step_process import SideFailed, peaks, run_side
-from step_report import Row, compare, gradient_error, least_flop, parity_failure, result_path, table, write_json
+from step_report import Row, compare, gradient_error, least_flop, parity_failure, table
 from step_sides import SIDES
 from step_worker import Job, Record
 
@@ -149,7 +150,7 @@ def test_speed_is_reported_for_what_is_right_and_for_nothing_else(tmp_path: Path
     assert ours.share == pytest.approx(sum(least_flop(CASE, ModelShape(7, 11, 13, 0, 0))) / 1e6 / 5.5)
     text = "\n".join(table([ours, plain, trl]))
     assert "7.64x (5.7-11.0)" in text and "skipped: its gradient differs" in text
-    write_json(tmp_path / "out.json", {}, {}, {}, [ours, plain, trl])
+    write_json(tmp_path / "out.json", {}, {}, {}, [ours, plain, trl], "step")
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert rows[0]["seconds"] == [4, 6, 5, 7] and "seconds" not in rows[2]
 
@@ -173,9 +174,9 @@ def test_targets_are_judged_beside_trl() -> None:
 
 
 def test_results_have_a_place_of_their_own() -> None:
-    assert result_path("auto", "NVIDIA H200", False).name == "step-nvidia-h200.json"
-    assert result_path("/a/b.json", "x", True) == Path("/a/b-step.json")
-    assert result_path("/a/b.json", "x", False) == Path("/a/b.json")
+    assert result_path("auto", "NVIDIA H200", False, "step").name == "step-nvidia-h200.json"
+    assert result_path("/a/b.json", "x", True, "step") == Path("/a/b-step.json")
+    assert result_path("/a/b.json", "x", False, "step") == Path("/a/b.json")
 
 
 # ---- a process from outside -----------------------------------------------------------------------------------------

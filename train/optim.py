@@ -136,7 +136,7 @@ def _is_wide(parameter: Tensor) -> bool:
 
 
 def _master(parameter: nn.Parameter, offload: bool) -> nn.Parameter:
-    """A copy in float32 or wider; on the CPU in pinned memory, from which copies to the GPU do not wait."""
+    """A copy in float32 or wider, on the CPU in pinned memory where it is offloaded."""
     wide = parameter.detach().to(dtype=torch.promote_types(parameter.dtype, torch.float32), copy=True)
     if not offload:
         return nn.Parameter(wide)
