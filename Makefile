@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
 ARGS ?=
+JOBS ?= 2 # processes that run the tests; a file's tests share one
 
 # Models, downloads, compiled kernels and temporary files; each of these tools would otherwise pick a folder of its own.
 RHOTRAIN_CACHE ?= $(HOME)/.cache/rhotrain
@@ -18,6 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 INSTALL := -m pip install -c
 PYTEST := -m pytest
+PARALLEL = -n $(strip $(JOBS)) --dist loadfile
 READY := $(VENV)/.ready
 OLDEST_READY := $(OLDEST)/.ready
 BENCH_READY := $(VENV)/.bench-ready
@@ -49,7 +51,7 @@ train: $(READY) ## train SmolLM2-135M on sums with GRPO; further flags: make tra
 	$(VENV)/bin/rhotrain train --preset smollm2-sums $(ARGS)
 
 test: lint mypy wheel ## lint, types, the wheel's contents and the default tests: what CI runs
-	$(VENV)/bin/python $(PYTEST) $(ARGS)
+	$(VENV)/bin/python $(PYTEST) $(PARALLEL) $(ARGS)
 
 test-slow: $(READY) ## the tests that take minutes, fetch the SmolLM2 weights or install packages
 	$(VENV)/bin/python $(PYTEST) -m slow --timeout 3600 $(ARGS)
@@ -58,7 +60,7 @@ test-gpu: $(READY) ## the tests that need an NVIDIA GPU; fails where there is no
 	RHOTRAIN_TEST_GPU=1 $(VENV)/bin/python $(PYTEST) -m cuda --timeout 1800 $(ARGS)
 
 test-oldest: $(OLDEST_READY) ## the default tests with the oldest supported versions, in a second environment
-	$(OLDEST)/bin/python $(PYTEST) $(ARGS)
+	$(OLDEST)/bin/python $(PYTEST) $(PARALLEL) $(ARGS)
 
 $(OLDEST_READY): pyproject.toml constraints-oldest.txt
 	$(call make-venv,$(OLDEST))

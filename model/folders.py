@@ -11,9 +11,9 @@ def cache_dir() -> Path:
     return Path(os.environ.get("RHOTRAIN_CACHE") or Path.home() / ".cache" / "rhotrain")
 
 
-def write_folder(target: Path, write: Callable[[Path], None]) -> None:
+def write_folder(target: Path, write: Callable[[Path], None], keep: Callable[[], bool] = lambda: False) -> None:
     """Run `write` on a temporary folder beside `target`, then rename it there; an earlier `target` is
-    replaced as a whole.
+    replaced as a whole, unless `keep` says after the writing that it shall stay.
 
     When anything fails, `target` is what it was before.
     """
@@ -23,6 +23,8 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     temporary.mkdir(parents=True)
     try:
         write(temporary)
+        if keep():
+            return
         if target.exists():
             os.replace(target, previous)
         os.replace(temporary, target)
@@ -36,10 +38,10 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def cached_folder(name: str, write: Callable[[Path], None]) -> Path:
-    """Folder `name` of the cache; made by `write` when it is not there. Two processes may race: the later
-    one's wins."""
+    """Folder `name` of the cache; made by `write` when it is not there. Of two processes that race, both make it
+    and the first one's stays: the other may be reading it already."""
     target = cache_dir() / name
     if not (target / "config.json").exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_folder(target, write)
+        write_folder(target, write, keep=lambda: (target / "config.json").exists())
     return target

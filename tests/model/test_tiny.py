@@ -1,8 +1,8 @@
 """The preset tiny-sums: its questions, their split, and a warm start that is deterministic and half good."""
 
+import hashlib
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,22 +42,72 @@ def test_tokenizer_is_one_token_per_character() -> None:
     assert tokenizer.encode("x") == [tokenizer.unk_token_id]
 
 
+def warm(steps: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    model = tiny.build_model(seed)
+    tiny.warm_start(model, tiny.build_tokenizer(), seed=seed, steps=steps)
+    return model.state_dict()
+
+
 def test_warm_start_is_deterministic_and_leaves_no_trace() -> None:
-    tokenizer = tiny.build_tokenizer()
-
-    def run() -> dict[str, torch.Tensor]:
-        model = tiny.build_model(0)
-        tiny.warm_start(model, tokenizer, steps=3)
-        return model.state_dict()
-
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
-    first = run()
-    assert torch.get_num_threads() == threads
+    state = torch.get_rng_state()
+    first = warm(3)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(3)
-    second = run()
+    second = warm(3)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], tiny.build_model(0).state_dict()["lm_head.weight"])
+
+
+def test_untrained_weights_are_transformers_in_size() -> None:
+    own, theirs = tiny.build_model(0), tiny.AutoModelForCausalLM.from_config(tiny.build_model(0).config)
+    for (name, mine), other in zip(own.named_parameters(), theirs.parameters()):
+        assert float(mine.detach().std()) == pytest.approx(float(other.detach().std()), rel=0.1), name
+        assert abs(float(mine.detach().mean() - other.detach().mean())) < 2e-3, name
+    assert not torch.equal(own.lm_head.weight, tiny.build_model(1).lm_head.weight)
+
+
+@pytest.mark.parametrize("size", [1e-15, 1e-13, 1e-2])
+def test_the_warm_start_forgets_what_a_machine_rounds(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise in every gradient, ten and a thousand times float64's rounding, changes no bit; above the grid it does."""
+    plain = warm(20)
+    real = torch.nn.utils.clip_grad_norm_
+    generator = torch.Generator().manual_seed(0)
+
+    def disturbed(parameters: list[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
+        norm = real(parameters, max_norm)
+        for parameter in parameters:
+            assert parameter.grad is not None and parameter.grad.dtype == torch.float64
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.grad.mul_(1 + size * noise)
+        return norm
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", disturbed)
+    noisy = warm(20)
+    assert all(torch.equal(plain[name], noisy[name]) for name in plain) == (size < 1e-3)
+
+
+def test_the_warm_start_computes_in_float64_throughout() -> None:
+    """transformers' norms and rotary angles would round to float32 on the way."""
+    model = tiny.build_model(0)
+    twin = tiny._in_float64(model)
+    ids = torch.tensor([[3, 4, 5, 13, 6, 15]])
+    found, close = twin(input_ids=ids).logits, model(input_ids=ids).logits
+    assert found.dtype == torch.float64 and torch.allclose(found.float(), close, atol=1e-5)
+    for parameter in twin.parameters():
+        parameter.data += 1e-12
+    moved = (twin(input_ids=ids).logits - found).abs()
+    assert float(moved.detach().min()) > 0 and float(moved.detach().max()) < 1e-9, (
+        "a change far below float32's rounding shows"
+    )
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+@pytest.mark.slow
+def test_the_preset_has_the_same_bits_everywhere() -> None:
+    """As made on an Intel Xeon with AVX-512 and with AVX2 alone."""
+    state = warm(tiny.STEPS, tiny.SEED)
+    digest = hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state)))
+    assert digest.hexdigest()[:16] == "9e8896c66d013df1"
 
 
 def exact_share(loaded: LoadedModel, questions: tuple[tiny.QuestionText, ...], seed: int) -> float:
@@ -79,50 +129,6 @@ def exact_share(loaded: LoadedModel, questions: tuple[tiny.QuestionText, ...], s
     wanted = [[*tokenizer.encode(answer), tokenizer.eos_token_id] for _, answer in questions]
     hits = [row[start : start + len(want)] == want for row, start, want in zip(rows, starts, wanted)]
     return sum(hits) / len(hits)
-
-
-def test_the_warm_start_goes_on_until_it_is_good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps and then two at a time, until the share asked for is there; the share is a sample's probability."""
-    monkeypatch.setattr(tiny, "CHECK_EVERY", 2)
-    monkeypatch.setattr(tiny, "MOST_STEPS", 9)
-    shares = iter([0.1, 0.2, 0.6, 0.0])
-    seen: list[float] = []
-
-    def share(*_: Any) -> float:
-        seen.append(next(shares))
-        return seen[-1]
-
-    monkeypatch.setattr(tiny, "sampled_share", share)
-    steps: list[int] = []
-    real = torch.optim.AdamW.step
-
-    def step(self: Any, *args: Any) -> Any:
-        steps.append(1)
-        return real(self, *args)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    tokenizer = tiny.build_tokenizer()
-    tiny.warm_start(tiny.build_model(0), tokenizer, steps=2, until=0.5)
-    assert seen == [0.1, 0.2, 0.6] and len(steps) == 2 + 2 + 2
-    steps.clear()
-    tiny.warm_start(tiny.build_model(0), tokenizer, steps=3)
-    assert len(steps) == 3, "0 asks for nothing more"
-    steps.clear()
-    shares = iter([0.0] * 9)
-    tiny.warm_start(tiny.build_model(0), tokenizer, steps=2, until=0.5)
-    assert len(steps) == 9, "and there is an end"
-
-
-def test_the_sampled_share_by_hand() -> None:
-    tokenizer, model = tiny.build_tokenizer(), tiny.build_model(0)
-    inputs, labels = tiny._table(tokenizer)
-    row, wanted = inputs[:1], labels[0]
-    p = model(input_ids=row).logits[0].detach().softmax(-1)
-    by_hand = 1.0
-    for k in range(1, len(wanted)):
-        if wanted[k] >= 0:
-            by_hand *= float(p[k - 1, wanted[k]])
-    assert tiny.sampled_share(model, inputs[:1], labels[:1]) == pytest.approx(by_hand, rel=1e-5)
 
 
 def test_preset_is_half_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
