@@ -70,7 +70,7 @@ def run_rhotrain(job: Job, record: Record) -> None:
             loaded, learner = trainer.parts.loaded, trainer.parts.learner
             loaded.stop_token_ids = ()
         else:
-            loaded = load_model(job.model, gradient_checkpointing=case.checkpointing)
+            loaded = load_model(job.model, gradient_checkpointing=case.checkpointing, fused_layers=job.fused_layers)
             learner = Learner(
                 loaded=loaded,
                 optimizer=Optimizer(loaded.parameters(), config.optim),
@@ -144,7 +144,7 @@ def our_config(job: Job, folder: str) -> Any:
 
     case = job.case
     return c.Config(
-        model=c.ModelConfig(model=job.model, gradient_checkpointing=case.checkpointing),
+        model=c.ModelConfig(model=job.model, gradient_checkpointing=case.checkpointing, fused_layers=job.fused_layers),
         task=c.TaskConfig(task=job.prompts, template="raw", max_prompt_tokens=case.prompt_tokens),
         reward=c.RewardConfig(rewards=(f"{Path(__file__).with_name('step_reward.py')}:even",)),
         rollout=c.RolloutConfig(

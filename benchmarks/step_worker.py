@@ -27,7 +27,8 @@ SAMPLED = 64
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a side is asked to do. model: folder. steps, updates: how many are timed after one that is not."""
+    """What a side is asked to do. model: folder. steps, updates: how many are timed after one that is not.
+    fused_layers: ours alone, as load_model takes it."""
 
     case: Case
     model: str
@@ -38,6 +39,7 @@ class Job:
     updates: int
     threads: int
     lr: float = 1e-6
+    fused_layers: Any = "off"
 
     @staticmethod
     def of(text: str) -> "Job":

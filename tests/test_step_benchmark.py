@@ -40,7 +40,9 @@ def make_job(folder: Path, model: str, case: Case, side: str) -> Job:
     write_prompts(case, tokenizer, prompts)
     write_rollout(case, tokenizer, prompts, rollout)
     gradient = str(folder / f"{side}.pt")
-    return Job(case, model, str(prompts), str(rollout), gradient, steps=2, updates=2, threads=1, lr=1e-3)
+    return Job(
+        case, model, str(prompts), str(rollout), gradient, steps=2, updates=2, threads=1, lr=1e-3, fused_layers="torch"
+    )
 
 
 # ---- what is measured -----------------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ def _run(name: str, summary: str, **values: Any) -> Preset:
 
 TINY_SUMS = _run(
     "tiny-sums",
-    "a character model of 0.2M parameters learns small sums: ten seconds on two cores",
+    "a character model of 0.2M parameters learns small sums: half a minute on one core",
     model="tiny-sums",
     task="tiny-sums",
     max_prompt_tokens=16,
@@ -236,6 +236,7 @@ SMOLLM2_SUMS = _run(
     "smollm2-sums",
     "SmolLM2-135M-Instruct learns reasoning-gym's chain_sum: two terms of one or two digits",
     model="smollm2",
+    fused_layers="torch",
     task="chain_sum",
     task_args={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
     prompt_suffix="Reply with the number only.",
