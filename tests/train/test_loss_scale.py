@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rhotrain.model.adapter import LoraSpec
 from rhotrain.model.load import LoadedModel, load_model
 from rhotrain.train import step as step_module
+from rhotrain.train.audit import audit, narrowed
 from rhotrain.train.config import AlgoConfig, ConfigError, OptimConfig
 from rhotrain.train.console import step_line
 from rhotrain.train.inner_loop import InnerLoop, Learner, run_updates
@@ -24,7 +25,8 @@ from rhotrain.train.loss_scale import LossScale
 from rhotrain.train.optim import Optimizer, StepError
 from rhotrain.train.presets import preset
 from rhotrain.train.settings import build, merge
-from rhotrain.train.trainer import Clock, Trainer
+from rhotrain.train.setup import build as build_parts
+from rhotrain.train.trainer import Clock, Trainer, train
 
 SIGNAL = ((1.0, 0.0, 0.5, 2.0),) * 6
 ULP = 2.0**-11
@@ -405,3 +407,26 @@ def test_a_runs_update_is_float32s_on_the_same_samples(tmp_path: Path) -> None:
         (taken,) = run_updates(learner, table, len(scored.rollout.groups), rollout_index=0).updates
         norms.append(taken["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=0.01)
+
+
+def test_an_audit_counts_the_updates_that_were_taken() -> None:
+    config = narrowed(build(merge([preset("tiny-sums").layer, SMALL])), 4)
+    parts = build_parts(config)
+    scale = parts.learner.optimizer.loss_scale
+    assert scale is not None
+    scale.value = 2.0**22
+    done = audit(config, parts, updates=12)
+    parts.rewards.close()
+    lost = scale.skipped
+    assert 1 <= lost <= 10 and parts.loaded.policy_version == 12 - lost
+    assert [effect.name for effect in done.movement] == ["after 1 update", f"after {12 - lost} updates"]
+    assert any(note.startswith(f"{lost} update(s) overflowed in float16") for note in done.notes)
+
+
+@pytest.mark.slow
+def test_tiny_sums_learns_in_float16(tmp_path: Path) -> None:
+    """As in float32 (test_trainer.py): the default preset, 60 steps."""
+    layer = preset("tiny-sums").layer
+    result = train(build(merge([layer, {"out": str(tmp_path / "run"), "dtype": "float16"}])))
+    assert result.before is not None and result.after is not None
+    assert result.after.mean_at_n > result.before.mean_at_n + 0.1
