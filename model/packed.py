@@ -35,6 +35,8 @@ packed at 1 row, 85 and 59 at 64; 256 x 1024 takes 26.5 and 28.4 at 1 row, 77 an
 PACK_ROWS = 64
 """The number of rows that the layout is chosen for. 16, 64 and 512 measured the same, 1 is slower from 16 rows on."""
 
+PACKED_TYPES = (torch.float32, torch.bfloat16)
+
 SAMPLES = 17
 """Elements per tensor that are compared. Prime, so that the stride walks through the columns of usual widths. An edit
 of half of the elements goes unseen once in 130,000 times."""
@@ -149,7 +151,7 @@ class PackedWeights:
             return f"the model is on {device}; packed weights are for a CPU"
         if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):  # type: ignore[attr-defined]
             return "this PyTorch has no oneDNN (torch.backends.mkldnn), or it is switched off"
-        if dtype not in (torch.float32, torch.bfloat16):
+        if dtype not in PACKED_TYPES:
             return f"the model is {dtype}; packed weights are for torch.float32 and torch.bfloat16"
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return "this CPU has no bfloat16 in oneDNN; load the model in torch.float32"

@@ -33,7 +33,7 @@ from rhotrain.train.causes import (
 )
 from rhotrain.train.config import Config, need
 from rhotrain.train.diagnosis import Diagnosis, Scoring, diagnose
-from rhotrain.train.inner_loop import Learner, run_updates
+from rhotrain.train.inner_loop import InnerLoop, Learner, run_updates
 from rhotrain.train.records import records_of
 from rhotrain.train.rewards import RewardBatch
 from rhotrain.train.rollouts import Rollout, RolloutQueue
@@ -222,7 +222,14 @@ def _with_signal(table: TokenTable, seed: int, notes: list[str]) -> TokenTable:
 def _learn(config: Config, learner: Learner, parts: Parts, rollout: Rollout, notes: list[str]) -> None:
     """The updates of one rollout, as a run takes them."""
     table = _with_signal(_held_table(config, parts, rollout), config.run.seed, notes)
-    run_updates(learner, table, len(rollout.groups), rollout_index=rollout.index)
+    _tell_overflow(run_updates(learner, table, len(rollout.groups), rollout_index=rollout.index), notes)
+
+
+def _tell_overflow(done: InnerLoop, notes: list[str]) -> None:
+    if done.overflowed:
+        notes.append(
+            f"{done.overflowed} update(s) overflowed in float16 and were not taken; the loss scale was lowered"
+        )
 
 
 def _judge_numerics(
@@ -291,15 +298,18 @@ def _movement(
     learner, view = replace(parts.learner, algo=algo), scored_view(acting, held)
     before = logprobs(learner, view, temperature=learner.temperature)
     rows: list[Effect] = []
+    start = learner.updates
 
     def look(update: int, total: int) -> None:
-        if update in (1, total):
+        taken = learner.updates - start  # fewer than `update` where one overflowed
+        if taken == 1 or update == total:
             moved = logprobs(learner, view, temperature=learner.temperature) - before
-            rows.append(Effect.of(f"after {update} update{'s' if update > 1 else ''}", moved, acting, bounds))
+            rows.append(Effect.of(f"after {taken} update{'s' if taken > 1 else ''}", moved, acting, bounds))
 
     _with_signal(held, config.run.seed, notes)
-    run_updates(learner, held, len(rollout.groups), rollout_index=rollout.index, on_update=look)
-    if not rows:
+    done = run_updates(learner, held, len(rollout.groups), rollout_index=rollout.index, on_update=look)
+    _tell_overflow(done, notes)
+    if not rows and not done.overflowed:
         notes.append("no update could be taken: every completion that carries signal is masked")
     return tuple(rows)
 

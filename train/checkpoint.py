@@ -19,8 +19,8 @@ import torch
 from rhotrain.model.load import LoadedModel, save_model
 
 STATE_FILE = "trainer.pt"
-STATE_FORMAT = 2
-"""Of what `trainer.pt` holds; 2 has the rollouts that were drawn ahead."""
+STATE_FORMAT = 3
+"""Of what `trainer.pt` holds; 2 has the rollouts that were drawn ahead, 3 the loss scale of float16."""
 MODEL_FOLDER = "model"
 
 

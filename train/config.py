@@ -50,8 +50,8 @@ class ModelConfig:
     """A Hugging Face folder or hub id, a PEFT adapter's folder, a .gguf file, or a preset: `tiny-sums`, `smollm2`."""
     ref_model: str = ""
     """Reference model of the KL term; empty takes the starting weights. Loaded only when a KL is asked for."""
-    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Compute dtype; auto is bfloat16 on CUDA and float32 on a CPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Compute dtype; auto is bfloat16 on CUDA and float32 on a CPU. float16 trains under a dynamic loss scale."""
     device: str = "auto"
     """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:1`."""
     gradient_checkpointing: bool = False
@@ -354,7 +354,7 @@ class Config:
             "set dropout or kl_stop to 0",
         )
         # With dtype auto the device settles the precision, and `check_anchor` is asked again then.
-        self.check_anchor(exact=self.model.dtype != "bfloat16")
+        self.check_anchor(exact=self.model.dtype not in ("bfloat16", "float16"))
         longest = self.task.max_prompt_tokens + self.rollout.max_new_tokens
         need(
             self.reward.overlong_buffer <= self.rollout.max_new_tokens,

@@ -55,12 +55,18 @@ def step_line(step: int, steps: int, m: Metrics) -> str:
     if m["updates_taken"]:
         parts += [f"entropy {m['entropy']:5.2f}", f"grad {m['grad_norm']:6.2f}"]
     else:
-        parts.append("KL above kl_stop, no update" if m["stopped_by_kl"] else "no group carries signal, no update")
+        parts.append(f"{_why_none(m)}, no update")
     parts.append(f"no signal {_percent(m['frac_reward_zero_std'])}")
     phases = ", ".join(f"{name} {m[f'time/{name}']:.1f}" for name in ("rollout", "reward", "update"))
     speed = "drawn ahead" if m["tok_per_s"] is None else f"{m['tok_per_s']:5.0f} tok/s"
     parts.append(f"{speed}  {m['step_time']:5.1f} s ({phases})")
     return "  ".join(parts)
+
+
+def _why_none(m: Metrics) -> str:
+    if m["stopped_by_kl"]:
+        return "KL above kl_stop"
+    return "gradient overflowed" if m.get("updates_overflowed") else "no group carries signal"
 
 
 def ratio_line(m: Metrics) -> str:
@@ -124,6 +130,11 @@ class Console:
             taken, skipped = metrics["updates_taken"], metrics["updates_skipped"]
             kl = metrics["kl_at_stop"]
             self.say(f"  KL {kl:.3g} above kl_stop after {taken} update(s) of this rollout: {skipped} skipped")
+        if metrics.get("updates_overflowed"):
+            self.say(
+                f"  float16: the gradient of {metrics['updates_overflowed']} update(s) overflowed and was dropped; the "
+                f"loss scale is {metrics['loss_scale']:g} now"
+            )
         if metrics["over_numerics_budget"] and "numerics" not in self.warned:
             self.warned.add("numerics")
             self.say(

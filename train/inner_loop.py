@@ -132,8 +132,18 @@ class Learner:
         def work(batches: list[MicroBatch]) -> TokenResults:
             results = TokenResults.empty(len(table.token_ids), table.dtype)
             objective, temperature = self.objective, self.temperature
+            scale = 1.0 if self.optimizer.loss_scale is None else self.optimizer.loss_scale.value
             with self.workspace.using():
-                run_batches(self.loaded, table, batches, weights, objective, results, temperature=temperature)
+                run_batches(
+                    self.loaded,
+                    table,
+                    batches,
+                    weights,
+                    objective,
+                    results,
+                    temperature=temperature,
+                    loss_scale=scale,
+                )
             return results
 
         def undo() -> None:
@@ -146,6 +156,18 @@ class Learner:
             longest=longest_trajectory(table, trajectories),
             undo=undo,
         )
+
+    def step(self, lr: float) -> float | None:
+        """`Optimizer.step`, after which, if it was taken, the next update follows under the next policy version.
+        Raises StepError, which names the optimiser step."""
+        try:
+            norm = self.optimizer.step(lr)
+        except StepError as error:
+            raise StepError(f"optimiser step {self.updates + 1}: {error}") from None
+        if norm is not None:
+            self.updates += 1
+            self.loaded.policy_version += 1
+        return norm
 
     @property
     def ratio_holds_movement(self) -> bool:
@@ -215,7 +237,8 @@ class Prepared:
 @dataclass
 class InnerLoop:
     """What the updates of one rollout did. mismatch: sampler against trainer before the first of them; over_budget:
-    what of it exceeds the numerics budget."""
+    what of it exceeds the numerics budget. overflowed: those of `skipped` whose gradient the loss scale pushed beyond
+    float16."""
 
     updates: list[Metrics] = field(default_factory=list)
     mismatch: Metrics = field(default_factory=dict)
@@ -223,6 +246,7 @@ class InnerLoop:
     stopped_by_kl: bool = False
     kl_at_stop: float = 0.0
     skipped: int = 0
+    overflowed: int = 0
 
 
 def minibatch_plan(num_groups: int, algo: AlgoConfig, *, seed: int, rollout_index: int) -> list[list[int]]:
@@ -251,8 +275,9 @@ def run_updates(
 ) -> InnerLoop:
     """Take the updates of one rollout.
 
-    A minibatch without any loss term takes no step, and neither weights, optimiser nor schedule change. When the mean
-    k3 between old and current policy exceeds kl_stop, that update and all that remain are skipped.
+    A minibatch without any loss term takes no step, and neither weights, optimiser nor schedule change; nor do they
+    when a gradient in float16 overflows under the loss scale, which is halved. When the mean k3 between old and current
+    policy exceeds kl_stop, that update and all that remain are skipped.
     Raises StepError on a number that must not reach the weights, and, with strict_ratio, over the numerics budget.
     """
     plan = minibatch_plan(num_groups, learner.algo, seed=learner.seed, rollout_index=rollout_index)
@@ -286,11 +311,13 @@ def run_updates(
             done.skipped += len(plan) - index
             break
         lr = learning_rate(learner.optim, learner.updates, learner.total_updates)
+        norm = learner.step(lr)
+        if norm is None:
+            done.skipped += 1
+            done.overflowed += 1
+            continue
         metrics = update_metrics(table, results) | selection
-        metrics |= {"grad_norm": learner.optimizer.step(lr), "learning_rate": lr}
-        metrics["changed_share"] = learner.optimizer.changed_share
-        learner.updates += 1
-        learner.loaded.policy_version += 1
+        metrics |= {"grad_norm": norm, "learning_rate": lr, "changed_share": learner.optimizer.changed_share}
         done.updates.append(metrics)
         if on_update is not None:
             on_update(index + 1, len(plan))

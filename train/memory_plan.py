@@ -17,6 +17,7 @@ from rhotrain.model import sources
 from rhotrain.model.adapter import LoraSpec
 from rhotrain.model.loaded import LoadedModel, LoadError
 from rhotrain.model.lora import is_adapter_folder, lora_of, spec_of
+from rhotrain.model.packed import PACKED_TYPES
 from rhotrain.rollout.sizing import free_memory, page_bytes, plan_pages
 from rhotrain.train.config import Config, ConfigError
 from rhotrain.train.footprint import CPU_TOKENS, Footprint
@@ -231,6 +232,8 @@ def _rollout_extras(config: Config, model: LoadedModel, device: str) -> list[Par
     rows = min(config.rollout.max_running, config.rollout.prompts_per_step * config.rollout.group_size)
     logits = Part("sampler", 2 * 4 * rows * vocab, ("rollout",), f"logits of {rows} rows in float32, twice")
     if device == "cuda":
+        return [logits]
+    if model.dtype not in PACKED_TYPES:
         return [logits]
     linear = sum(p.numel() for n, p in model.body.named_parameters() if p.dim() == 2 and "embed" not in n)
     packed = linear * model.dtype.itemsize + 4 * model.head.weight.numel()

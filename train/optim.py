@@ -3,7 +3,8 @@
 bf16 has 8 bits of mantissa: an update of lr 1e-6 on a weight of 0.02 is lost in rounding. So when the model computes in
 half precision, the optimiser owns float32 masters, gradients are added up in float32 as each micro-batch's backward
 ends (a hook frees the half-precision gradient at once), and the compute weights are rounded copies of the masters. A
-float32 or float64 model is its own master. Weight decay reaches every parameter.
+float32 or float64 model is its own master. Weight decay reaches every parameter. float16 has more bits and less range:
+its backward passes run under a loss scale (loss_scale.py), which a step takes out of the float32 sums again.
 
 Bytes per half-precision parameter on the GPU: 2 weight, 4 gradient, 4 master, 8 moments; `adamw_8bit` (bitsandbytes,
 Dettmers et al., arXiv 2110.02861) 2 of moments; `adamw_offload` 2 weight and 4 gradient, the rest on the CPU, where the
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from rhotrain.model.loaded import quiet_bitsandbytes
 from rhotrain.train.config import ConfigError, OptimConfig
+from rhotrain.train.loss_scale import LossScale
 
 SMALLEST_8BIT = 4096
 """Elements from which a tensor's moments take 8 bits: bitsandbytes' own bound. Norms and biases stay in float32."""
@@ -62,10 +64,15 @@ class Optimizer:
     changed_share: of the latest step, the share of weights, as the model computes with them, that it changed; measured
     on about 4096 elements of every tensor. Half-precision weights round: with small steps most of them stay while the
     masters move.
+    loss_scale: of the loss whose backward passes those were; None is 1. It is taken out of the sums, never out of
+    `parameter.grad`, so float32 parameters of a float16 model (an adapter's) are divided like the rest.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], config: OptimConfig) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], config: OptimConfig, loss_scale: LossScale | None = None
+    ) -> None:
         self.config = config
+        self.loss_scale = loss_scale
         self.parameters = parameters
         self.changed_share = 0.0
         offload = config.optimizer == "adamw_offload"
@@ -86,17 +93,25 @@ class Optimizer:
             p.grad = None
 
     @torch.no_grad()
-    def step(self, lr: float) -> float:
-        """Clip, update, clear the gradients. Returns the gradient norm before clipping.
+    def step(self, lr: float) -> float | None:
+        """Clip, update, clear the gradients. Returns the gradient norm before clipping, of the loss without its scale.
 
-        Raises StepError, with the weights untouched, when the norm is not finite.
+        When the norm is not finite the weights stay as they are: None says that a loss scale above 1 was too large,
+        and has been halved; otherwise it is a StepError.
         """
+        scale = self.loss_scale
         gradients = [total.grad for total in self._sums if total.grad is not None]
+        if scale is not None and gradients:
+            torch._foreach_mul_(gradients, 1.0 / scale.value)
         norm = torch.nn.utils.get_total_norm(gradients)
         if not torch.isfinite(norm):
-            raise StepError(
-                f"grad_norm: {float(norm)}; the step was not taken. Lower lr, set grad_clip, or use dtype float32"
-            )
+            if scale is not None and not scale.exhausted:
+                scale.overflowed()
+                self.zero_grad()
+                return None
+            raise StepError(_not_finite(float(norm), scale))
+        if scale is not None:
+            scale.taken()
         if self.config.grad_clip > 0:
             torch.nn.utils.clip_grads_with_norm_(self._sums, self.config.grad_clip, norm)
         for group in self.adamw.param_groups:
@@ -121,14 +136,31 @@ class Optimizer:
         return float((shares.double().cpu() * sizes).sum() / sizes.sum())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"adamw": self.adamw.state_dict(), "masters": [m.detach() for _, m in self._apart]}
+        return {
+            "adamw": self.adamw.state_dict(),
+            "masters": [m.detach() for _, m in self._apart],
+            "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.adamw.load_state_dict(state["adamw"])
         for (_, master), saved in zip(self._apart, state["masters"], strict=True):
             master.copy_(saved)
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
         self._write_back()
+
+
+def _not_finite(norm: float, scale: LossScale | None) -> str:
+    """Of a gradient that no smaller loss scale would make finite."""
+    if scale is None:
+        return f"grad_norm: {norm}; the step was not taken. Lower lr, set grad_clip, or use dtype float32"
+    return (
+        f"grad_norm: {norm} at a loss scale of {scale.value:g}; the step was not taken. No loss scale helps: the "
+        "weights have diverged (lower lr, set grad_clip), or float16, which ends at 65504, is too narrow for this "
+        "model (use dtype bfloat16 or float32)"
+    )
 
 
 def _is_wide(parameter: Tensor) -> bool:

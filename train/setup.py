@@ -17,6 +17,7 @@ from rhotrain.train.config import Config, ConfigError
 from rhotrain.train.data import EncodedPrompt, PromptData, PromptStream
 from rhotrain.train.footprint import resolve
 from rhotrain.train.inner_loop import Learner
+from rhotrain.train.loss_scale import LossScale
 from rhotrain.train.memory_plan import MemoryPlan, plan_of_run
 from rhotrain.train.optim import Optimizer
 from rhotrain.train.rewards import RewardSet, metric_config
@@ -68,7 +69,7 @@ def build(config: Config, *, checkpoint_model: Path | None = None, choices: Choi
     plan, plan_note = plan_of_run(config, loaded, max(lengths))
     learner = Learner(
         loaded=loaded,
-        optimizer=Optimizer(loaded.parameters(), config.optim),
+        optimizer=Optimizer(loaded.parameters(), config.optim, LossScale.of(loaded.dtype)),
         algo=config.algo,
         optim=config.optim,
         temperature=config.rollout.temperature,

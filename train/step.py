@@ -137,10 +137,12 @@ def run_batches(
     results: TokenResults,
     *,
     temperature: float,
+    loss_scale: float = 1.0,
 ) -> float:
     """Forward and backward over the micro-batches of one optimiser step; gradients accumulate in the parameters.
 
     weights: [N] from `token_weights`. Results of the rows that ran are written into `results`. Returns the loss.
+    loss_scale: the gradients are those of the loss times this; the loss itself is not.
     The model's dropout, if any was asked for, acts here and nowhere else. No batch splits a completion, which a
     sequence-level ratio needs.
     `table.old_logprobs` None means the current policy itself (ratio 1). Raises StepError on a non-finite logprob.
@@ -166,7 +168,7 @@ def run_batches(
             )
             out = linear_policy_loss(hidden_MH, weight, ids, inputs, objective, **options)
             results.logprobs[rows] = checked(out.logprobs, table, batch, "the trainer").to(results.logprobs)
-            out.loss.backward()
+            out.loss.backward(torch.full_like(out.loss, loss_scale))
         total += float(out.loss.detach())
         results.ran[rows] = True
         for name in ("ratio", "entropy", "kl", "clipped_low", "clipped_high"):

@@ -293,6 +293,9 @@ class Trainer:
         }
         if self.config.algo.updates_per_rollout > 1:
             metrics["updates"] = done.updates
+        scale = self.parts.learner.optimizer.loss_scale
+        if scale is not None:
+            metrics |= scale.metrics() | {"updates_overflowed": done.overflowed}
         if self.parts.learner.objective.kind == "cispo" and done.updates:
             metrics["cispo_clip_ratio"] = metrics["clip_ratio/region_mean"]
         return metrics

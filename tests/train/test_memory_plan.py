@@ -151,10 +151,12 @@ def test_a_model_that_looks_at_values_is_planned_for_without_activations(
 # ---- counted parts --------------------------------------------------------------------------------------------------
 
 
-def test_bf16_takes_eighteen_bytes_a_parameter(tmp_path: Path) -> None:
+def test_half_precision_takes_eighteen_bytes_a_parameter(tmp_path: Path) -> None:
     """Four layers of Qwen3-0.6B have 218,507,264 parameters: 2 weight, 4 master, 8 moments, 4 gradient."""
     model, count = folder(tmp_path / "q", QWEN3_SMALL), 218_507_264
     made = plan(settings(model), 80)
+    float16 = make_plan(settings(model, dtype="float16"), device="cuda", capacity=80 * GIB, longest_prompt=512)
+    assert made.parts == float16.parts
     assert size(made, "weights") == 2 * count and size(made, "masters") == 4 * count
     assert size(made, "moments") == 8 * count and size(made, "gradients") == 4 * count
     eight = plan(settings(model, optimizer="adamw_8bit"), 80)
@@ -201,7 +203,7 @@ def test_a_budget_that_is_measured_is_planned_for_as_what_fits(tmp_path: Path) -
     assert on_cpu.budget == CPU_TOKENS
 
 
-@pytest.mark.parametrize("values", [{}, {"dtype": "bfloat16"}, {"lora_rank": 2}], ids=str)
+@pytest.mark.parametrize("values", [{}, {"dtype": "bfloat16"}, {"dtype": "float16"}, {"lora_rank": 2}], ids=str)
 def test_parts_are_those_of_the_run(values: dict[str, Any], tmp_path: Path) -> None:
     """KV pool, weights, masters, gradients and moments of a tiny run on this CPU, after a step."""
     config = build(merge([preset("tiny-sums").layer, {"threads": 1, "steps": 1, "out": str(tmp_path / "r"), **values}]))
@@ -230,6 +232,8 @@ def test_parts_are_those_of_the_run(values: dict[str, Any], tmp_path: Path) -> N
     if packed.why_not is None:
         packed.refresh()
         assert size(made, "packed weights") == pytest.approx(packed.packed_bytes, rel=0.15)
+    elif parts.loaded.dtype == torch.float16:
+        assert size(made, "packed weights") == 0
     parts.rewards.close()
 
 

@@ -230,7 +230,7 @@ class Watcher(Optimizer):
             )
         super().__init__(parameters, config)
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float) -> float | None:
         self.sums = [m.grad.clone() for m in self.masters if m.grad is not None]
         return super().step(lr)
 

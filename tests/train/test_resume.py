@@ -180,5 +180,5 @@ def test_a_checkpoint_of_an_earlier_version_says_how_to_go_on(tmp_path: Path) ->
     checkpoint = tmp_path / "checkpoints" / "step-000001"
     checkpoint.mkdir(parents=True)
     torch.save({"step_index": 1}, checkpoint / "trainer.pt")
-    with pytest.raises(CheckpointError, match=r"has format 1, this version reads 2; .*--model .*step-000001/model"):
+    with pytest.raises(CheckpointError, match=r"has format 1, this version reads 3; .*--model .*step-000001/model"):
         load_state(checkpoint)

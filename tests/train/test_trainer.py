@@ -160,7 +160,7 @@ def test_a_sampler_with_other_weights_is_told_once_or_stops_the_run(
 
 
 def test_clean_runs_stay_within_the_numerics_budget(tmp_path: Path) -> None:
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "float16"):
         steps = run(tmp_path / dtype, dtype=dtype, strict_ratio=True, steps=4, temperature=0.7)
         assert [step["over_numerics_budget"] for step in steps] == [[]] * 4
         assert steps[0]["sampling/sampling_logp_difference/max"] > 0
@@ -259,17 +259,21 @@ def test_no_reference_is_loaded_without_a_kl(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{"dtype": "bfloat16"}, {"dtype": "float64"}, {"gradient_checkpointing": True}], ids=str
+    "values",
+    [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"dtype": "float64"}, {"gradient_checkpointing": True}],
+    ids=str,
 )
 def test_other_dtypes_and_checkpointing(tmp_path: Path, values: dict[str, Any]) -> None:
     trainer = Trainer(config(tmp_path, **values))
     masters = trainer.parts.learner.optimizer.masters
     before = [p.detach().clone() for p in masters]
     metrics = trainer.step()
+    half = values.get("dtype") in ("bfloat16", "float16")
     # The masters: a bf16 norm weight of 1 does not see a step of 1e-3, its float32 master does.
     assert metrics["updates_taken"] == 1 and all(not torch.equal(a, b) for a, b in zip(before, masters))
-    assert trainer.parts.learner.anchor == ("fresh" if values.get("dtype") == "bfloat16" else "sampler")
-    if values.get("dtype") == "bfloat16":
+    assert trainer.parts.learner.anchor == ("fresh" if half else "sampler")
+    assert ("loss_scale" in metrics) == (values.get("dtype") == "float16")
+    if half:
         assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
         assert {m.dtype for m in masters} == {torch.float32}
     trainer.folder.close()
