@@ -182,7 +182,7 @@ def test_the_pool_takes_a_quarter_of_what_weights_masters_and_reference_leave(tm
     """Which is what is free when the engine asks; moments and gradients come later."""
     config = settings(folder(tmp_path / "q", QWEN3_SMALL), prompts_per_step=64, beta=0.1)
     made, count = plan(config, 10), 218_507_264
-    page = page_bytes(sketches(config.model.model)[False, None][0], config.rollout.page_size)
+    page = page_bytes(sketches(config.model.model)[False, None, "none"][0], config.rollout.page_size)
     assert size(made, "KV pool") == (10 * GIB - (2 + 4 + 2) * count) // 4 // page * page
 
 
