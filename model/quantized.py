@@ -105,6 +105,8 @@ def _quantized(linear: nn.Linear, device: torch.device) -> nn.Module:
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     options: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
+    if device.type == "meta":  # the table of 8-bit values is made once, on the device that asks first: not on this one
+        quantize_4bit(torch.zeros(BLOCK), blocksize=BLOCK, **options)
     weight = linear.weight.detach().to(device).contiguous()
     packed, state = quantize_4bit(weight, blocksize=BLOCK, **options)
     layer: Any = Linear4bit(

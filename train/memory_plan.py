@@ -321,7 +321,8 @@ def check_possible(plan: MemoryPlan, config: Config, make: Callable[[Config], Me
     for text, other in knobs(config, pool):
         if plan.device == "cpu" and "offload" in text:
             continue
-        if len(helps) == MOST_ADVICE:
+        # 4 bits round the weights, so they are for where nothing else helps.
+        if len(helps) == MOST_ADVICE or (helps and "quantize_base" in text):
             break
         try:
             changed = make(other)
