@@ -173,6 +173,8 @@ def prove_gate(name: str, module: nn.Module) -> Gate:
     extra = {key for key, _ in module.named_children()} - {*names, "down_proj", *ACTIVATION_NAMES}
     if extra or not all(isinstance(module.get_submodule(key), nn.Linear) for key in (*names, "down_proj")):
         raise NotFusable(f"it holds something else than linear projections: {', '.join(sorted(extra)) or names}")
+    if not all(p.is_floating_point() for p in module.parameters()):
+        raise NotFusable("its projections are in 4 bits")
     gate, up, product = gate_trial(module, names, torch.float64)
     for activation, act in ACTIVATIONS.items():
         if _is_formula(product, act(gate) * up):

@@ -19,6 +19,7 @@ from rhotrain.model.loaded import LoadedModel, LoadError, check_dropout, quiet_t
 from rhotrain.model.lora import add_adapter, is_adapter_folder, open_adapter
 from rhotrain.model.probe import probe as run_probe
 from rhotrain.model.probe import refuse_by_config
+from rhotrain.model.quantized import QuantizeBase, check_quantize, is_quantized, quantize_linears
 from rhotrain.model.vocabulary import generation_notes, real_vocabulary, stop_ids
 
 __all__ = ["LoadError", "LoadedModel", "adopt_model", "load_model", "save_model"]
@@ -37,6 +38,7 @@ def load_model(
     fused_layers: str = "off",
     attention: AttentionChoice = "auto",
     lora: LoraSpec | None = None,
+    quantize_base: QuantizeBase = "none",
     probe: bool = True,
 ) -> LoadedModel:
     """Load `spec`: a Hugging Face folder, a hub id, a .gguf file, a preset (`tiny-sums`, `smollm2`), or the folder of a
@@ -51,6 +53,8 @@ def load_model(
         `compile`, `torch`, or what `LoadedModel.fused_layers` of an earlier load says.
     attention: force an attention backend; `auto` takes the best that is here.
     lora: put a new adapter into the model, to be trained instead of the weights.
+    quantize_base: `nf4` holds the body's linear layers in 4 bits (quantized.py), one after the other,
+        so that the device never holds them all in `dtype`. Nothing but an adapter can then be trained.
     Raises LoadError; its message names the model and the reason or the fix.
     """
     check_dropout(spec, dropout)
@@ -60,6 +64,7 @@ def load_model(
         )
     place = sources.resolve_device(device)
     kind = sources.resolve_dtype(dtype, place)
+    check_quantize(spec, quantize_base, kind)
     folder = Path(spec).expanduser()
     opened = folder if is_adapter_folder(folder) else None
     if opened is not None and lora is not None:
@@ -69,6 +74,8 @@ def load_model(
         sources.read_config(spec, source, options)
         text = sources.read_tokenizer(tokenizer or spec, *_tokenizer_source(tokenizer, source, options))
         model, notes = sources.read_weights(spec, source, kind, options)
+        if quantize_base != "none":
+            notes = (*notes, *quantize_linears(model, place, spec=spec))
         model = model.to(place)
         adapter = None
         if opened is not None:
@@ -208,9 +215,13 @@ def save_model(loaded: LoadedModel, folder: str | os.PathLike[str]) -> Path:
     Atomic: a temporary folder beside it is renamed. An earlier model folder of
     that name is replaced as a whole.
 
-    Raises LoadError when `folder` holds something that is not a model.
+    Raises LoadError when `folder` holds something that is not a model, and for 4-bit weights without an adapter.
     """
     target = Path(folder)
+    if loaded.adapter is None and is_quantized(loaded.model):
+        raise LoadError(
+            f"{loaded.spec}: its weights are in 4 bits (quantize_base), which are not saved; take its source"
+        )
     known = any((target / name).exists() for name in ("config.json", ADAPTER_CONFIG))
     if target.exists() and any(target.iterdir()) and not known:
         raise LoadError(f"{target}: is not empty and holds no model (no config.json); choose another folder")

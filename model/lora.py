@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rhotrain.model.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ALL_LINEAR, NAME, PREFIX, Adapter, LoraSpec
 from rhotrain.model.loaded import LoadError, quiet_bitsandbytes
+from rhotrain.model.quantized import num_weights
 
 KEEPS_BASE = ("true", "false", "gaussian", "orthogonal", "eva")
 """PEFT's init_lora_weights under which the base keeps its weights; pissa, olora and others subtract the first B A."""
@@ -166,7 +167,7 @@ def _inject(model: Any, config: Any, spec: str) -> Adapter:
     rank = config.r
     notes = [
         f"LoRA: rank {rank}, alpha {config.lora_alpha:g}, {len(layers)} modules, {trained:,} of "
-        f"{sum(p.numel() for p in model.parameters()):,} parameters are trained"
+        f"{sum(map(num_weights, model.parameters())):,} parameters are trained"
     ]
     experts = sum(p.dim() == 3 for n, p in model.named_parameters() if not p.requires_grad)
     if experts:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from rhotrain.model.adapter import LoraSpec
 from rhotrain.model.load import LoadedModel, adopt_model, save_model
 from rhotrain.model.lora import add_adapter
+from rhotrain.model.quantized import quantize_linears
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "phi3", "gpt2")
 
@@ -165,11 +166,14 @@ def tiny_model(
     gradient_checkpointing: bool = False,
     probe: bool = False,
     lora: LoraSpec | None = None,
+    quantized: bool = False,
     **changes: Any,
 ) -> LoadedModel:
     """A random tiny model of one of FAMILIES as a LoadedModel; the same arguments give the same weights. lora: with an
-    adapter whose B is not 0."""
+    adapter whose B is not 0. quantized: its linear layers in 4 bits."""
     model = tiny_hf_model(family, seed, dtype, initializer_range, **changes)
+    if quantized:
+        quantize_linears(model, torch.device("cpu"), spec=f"tiny {family}")
     adapter = None
     if lora is not None:
         with torch.random.fork_rng(devices=[]):

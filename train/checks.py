@@ -124,6 +124,18 @@ def given_prompt_tokens(given: Layer) -> int:
     return int(given.get("max_prompt_tokens", 1))
 
 
+def check_quantized(config: Config) -> None:
+    """ConfigError for 4-bit weights that nothing is trained over: they have no gradient."""
+    model = config.model
+    if model.quantize_base == "none" or model.lora_rank > 0:
+        return
+    from rhotrain.model.lora import is_adapter_folder
+
+    if not is_adapter_folder(Path(model.model).expanduser()):
+        fix = "4-bit weights are not trained; set lora_rank, name an adapter's folder as model, or leave it at none"
+        raise wrong("quantize_base", model.quantize_base, fix)
+
+
 def check_before_loading(config: Config, given: Layer) -> None:
     """Everything about a training run that can be judged without the model's weights. Raises ConfigError, LoadError.
 
@@ -131,6 +143,7 @@ def check_before_loading(config: Config, given: Layer) -> None:
     Whether reward functions exist is found when RewardSet is made, before the model too.
     """
     check_task(config.task)
+    check_quantized(config)
     check_positions(
         config.model.model,
         max_prompt_tokens=given_prompt_tokens(given),

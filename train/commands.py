@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rhotrain.train.foreign import ForeignAudit
 
 JSON = Extra(name="json", kind=bool, default=False, help="Print one JSON object instead of text.")
-MODEL_FIELDS = ("model", "dtype", "device", "fused_layers", "attention")
+MODEL_FIELDS = ("model", "dtype", "device", "fused_layers", "attention", "quantize_base")
 PROMPT_FIELDS = (
     "system_prompt",
     "prompt_suffix",
@@ -303,6 +303,7 @@ def _load(layer: Layer, task: TaskConfig) -> "LoadedModel":
         dtype=model.dtype,
         fused_layers=model.fused_layers,
         attention=model.attention,
+        quantize_base=model.quantize_base,
         need_chat_template=task.template == "chat",
     )
 

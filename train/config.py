@@ -73,6 +73,9 @@ class ModelConfig:
     """The adapter's scale is lora_alpha / lora_rank; 0 takes twice lora_rank."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Linear layers that get an adapter: names as PEFT takes them (q_proj, v_proj), or `all-linear`."""
+    quantize_base: Literal["none", "nf4"] = "none"
+    """Hold the linear layers under a LoRA adapter in 4 bits (QLoRA; bitsandbytes' NF4, double quantisation), for models
+    that do not fit in bfloat16. The reference is then the quantized model. A ref_model is quantized too."""
     dropout: float = 0.0
     """Dropout probability of the current policy's forward pass, at every place where the model has one. It spreads the
     ratio although no policy moved; `rhotrain audit --dropout P` shows by how much. Whatever the model's configuration
@@ -95,6 +98,12 @@ class ModelConfig:
             "lora_targets",
             self.lora_targets,
             "all-linear stands alone; name modules, or all-linear",
+        )
+        need(
+            self.quantize_base == "none" or self.dtype != "float64",
+            "quantize_base",
+            self.quantize_base,
+            "it computes in float32 or bfloat16; change dtype, or leave it at none",
         )
         known = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
         need(known, "device", self.device, "need auto, cpu, cuda or cuda:N")

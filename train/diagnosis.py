@@ -265,7 +265,8 @@ class _Search:
         """Every set of weights besides the model's own."""
         if self.loaded.dtype != torch.bfloat16:
             rounded = rounded_weights(self.loaded)
-            moves = any(bool((p.detach() != rounded[n]).any()) for n, p in self.loaded.model.named_parameters())
+            own = dict(self.loaded.model.named_parameters())
+            moves = any(bool((own[name].detach() != value).any()) for name, value in rounded.items())
             if moves:
                 words = "of the trainer's weights rounded to bfloat16"
                 yield _WeightSet(Deviation("bf16 weights", words), rounded)

@@ -12,6 +12,8 @@ from pathlib import Path
 from torch import Tensor
 
 from rhotrain.model.load import LoadedModel, LoadError, load_model
+from rhotrain.model.lora import is_adapter_folder
+from rhotrain.model.quantized import QuantizeBase, is_quantized
 from rhotrain.rollout.probe_client import ServerKind, probe
 from rhotrain.train.audit import describe_sampling, scoring_of, some
 from rhotrain.train.budget import Budget, calibrate
@@ -113,12 +115,14 @@ def server_records(config: Config, loaded: LoadedModel, url: str, kind: ServerKi
 def earlier_weights(paths: Sequence[str], loaded: LoadedModel) -> dict[str, dict[str, Tensor]]:
     """Name -> weights of earlier checkpoints: model folders, or checkpoint folders of a run. Raises LoadError."""
     found = {}
+    quantize: QuantizeBase = "nf4" if is_quantized(loaded.model) else "none"
+    kind = str(loaded.dtype).removeprefix("torch.")
     for path in paths:
         inner = Path(path) / MODEL_FOLDER
-        folder = str(inner) if (inner / "config.json").is_file() else path
-        kind = str(loaded.dtype).removeprefix("torch.")
+        folder = str(inner) if (inner / "config.json").is_file() or is_adapter_folder(inner) else path
         try:
-            found[path] = dict(load_model(folder, device=str(loaded.device), dtype=kind).model.state_dict())
+            earlier = load_model(folder, device=str(loaded.device), dtype=kind, quantize_base=quantize)
         except LoadError as error:
             raise LoadError(f"earlier: {error}") from None
+        found[path] = dict(earlier.model.state_dict())
     return found

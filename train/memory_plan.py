@@ -18,7 +18,9 @@ from rhotrain.model.adapter import LoraSpec
 from rhotrain.model.loaded import LoadedModel, LoadError
 from rhotrain.model.lora import is_adapter_folder, lora_of, spec_of
 from rhotrain.model.packed import PACKED_TYPES
+from rhotrain.model.quantized import largest_dequantized, num_weights, weight_bytes
 from rhotrain.rollout.sizing import free_memory, page_bytes, plan_pages
+from rhotrain.train.checks import check_quantized
 from rhotrain.train.config import Config, ConfigError
 from rhotrain.train.footprint import CPU_TOKENS, Footprint
 from rhotrain.train.memory_sketch import Sketch, sketch_activations, sketch_model
@@ -106,8 +108,8 @@ class MemoryPlan:
         return {**asdict(self), "totals": totals, "room": self.room, "fits": self.fits, "possible": self.possible}
 
 
-Sketches = dict[tuple[bool, LoraSpec | None], tuple[LoadedModel, Sketch]]
-"""By gradient_checkpointing and adapter: what other settings change needs no new one."""
+Sketches = dict[tuple[bool, LoraSpec | None, str], tuple[LoadedModel, Sketch]]
+"""By gradient_checkpointing, adapter and quantize_base: what other settings change needs no new one."""
 
 
 def make_plan(
@@ -125,7 +127,7 @@ def make_plan(
     Raises LoadError for an unusable model."""
     rollout, sketches = config.rollout, {} if sketches is None else sketches
     adapter = lora or lora_of(config.model.lora_rank, config.model.lora_alpha, config.model.lora_targets)
-    key = config.model.gradient_checkpointing, adapter
+    key = config.model.gradient_checkpointing, adapter, config.model.quantize_base
     if key not in sketches:
         sketched = sketch_model(
             config.model.model,
@@ -133,6 +135,7 @@ def make_plan(
             hf_config=hf_config,
             gradient_checkpointing=config.model.gradient_checkpointing,
             lora=adapter,
+            quantize_base=config.model.quantize_base,
         )
         sketches[key] = (
             sketched,
@@ -181,16 +184,15 @@ def make_plan(
 
 
 def _weights(config: Config, model: LoadedModel) -> list[Part]:
-    total = {id(p): p for p in model.model.parameters()}.values()
     trained = model.parameters()
     offload = config.optim.optimizer == "adamw_offload"
     half = [p for p in trained if p.dtype not in (torch.float32, torch.float64)]
     masters = 0 if offload else 4 * sum(p.numel() for p in half)
     wide = sum(max(4, p.itemsize) * p.numel() for p in trained)
-    count = sum(p.numel() for p in total)
+    count = sum(map(num_weights, model.model.parameters()))
     note = f"{count / 1e6:,.0f} M parameters, {sum(p.numel() for p in trained) / 1e6:,.1f} M trained"
     return [
-        Part("weights", sum(p.nbytes for p in total), note=note),
+        Part("weights", weight_bytes(model.model), note=note),
         Part("masters", masters, note="float32 copies of what is trained"),
         Part("moments", moment_bytes(trained, config.optim), note=config.optim.optimizer),
         Part("gradients", wide, ("update",), "added up in float32"),
@@ -202,10 +204,10 @@ def _reference(config: Config, model: LoadedModel) -> Part:
     asked = config.algo.spec().uses_reference or algo.kl_in_reward > 0
     if not asked or (model.adapter is not None and not settings.ref_model):
         return Part("reference", 0)
-    plain = sum(p.nbytes for n, p in model.model.named_parameters() if ".lora_" not in n)
+    adapter = sum(p.nbytes for n, p in model.model.named_parameters() if ".lora_" in n)
     if settings.offload_reference:
         return Part("reference", 0, note="on the CPU")
-    return Part("reference", plain, note="taken to be of the policy's size")
+    return Part("reference", weight_bytes(model.model) - adapter, note="taken to be of the policy's size")
 
 
 def _kv_pool(config: Config, model: LoadedModel, free: int, longest_prompt: int) -> Part:
@@ -231,13 +233,15 @@ def _rollout_extras(config: Config, model: LoadedModel, device: str) -> list[Par
     vocab = model.head.weight.shape[0]
     rows = min(config.rollout.max_running, config.rollout.prompts_per_step * config.rollout.group_size)
     logits = Part("sampler", 2 * 4 * rows * vocab, ("rollout",), f"logits of {rows} rows in float32, twice")
+    weight = Part("dequantized weight", largest_dequantized(model.model), ("rollout",), "of one 4-bit layer at a time")
     if device == "cuda":
-        return [logits]
+        return [logits, weight]
     if model.dtype not in PACKED_TYPES:
-        return [logits]
-    linear = sum(p.numel() for n, p in model.body.named_parameters() if p.dim() == 2 and "embed" not in n)
+        return [logits, weight]
+    body = [p for n, p in model.body.named_parameters() if p.dim() == 2 and "embed" not in n]
+    linear = sum(p.numel() for p in body if p.is_floating_point())
     packed = linear * model.dtype.itemsize + 4 * model.head.weight.numel()
-    return [logits, Part("packed weights", packed, ("rollout",), "the sampler's layout of the weights")]
+    return [logits, weight, Part("packed weights", packed, ("rollout",), "the sampler's layout of the weights")]
 
 
 def _head(model: LoadedModel, device: str, capacity: int) -> list[Part]:
@@ -301,6 +305,11 @@ def knobs(config: Config, pool_gib: float) -> list[tuple[str, Config]]:
     if not adapted:
         offer("lora_rank 16", model=replace(model, lora_rank=16))
         offer("lora_rank 16 and gradient_checkpointing", model=replace(checkpointed, lora_rank=16))
+    if model.quantize_base == "none":
+        words = "quantize_base nf4" if adapted else "lora_rank 16 and quantize_base nf4"
+        four_bit = replace(model, quantize_base="nf4", lora_rank=model.lora_rank if adapted else 16)
+        offer(words, model=four_bit)
+        offer(f"{words} and gradient_checkpointing", model=replace(four_bit, gradient_checkpointing=True))
     return found
 
 
@@ -315,9 +324,13 @@ def check_possible(plan: MemoryPlan, config: Config, make: Callable[[Config], Me
     for text, other in knobs(config, pool):
         if plan.device == "cpu" and "offload" in text:
             continue
-        if len(helps) == MOST_ADVICE:
+        # 4 bits round the weights, so they are for where nothing else helps.
+        if len(helps) == MOST_ADVICE or (helps and "quantize_base" in text):
             break
-        changed = make(other)
+        try:
+            changed = make(other)
+        except LoadError:  # a package that is not here, or a model that has none of it
+            continue
         saved = (max(plan.total("rollout"), plan.least) - max(changed.total("rollout"), changed.least)) / GIB
         if changed.possible:
             helps.append(f"{text} (saves {saved:.1f} GiB)")
@@ -342,7 +355,7 @@ def plan_of_run(config: Config, loaded: LoadedModel, longest_prompt: int) -> tup
     """(the plan of a run whose model has just been loaded, a line for the log). None for a small one on a CPU, and for
     a model that cannot be sketched. Raises ConfigError when it cannot work, with what would help.
     """
-    weights = sum(p.nbytes for p in loaded.model.parameters())
+    weights = weight_bytes(loaded.model)
     if loaded.device.type == "cpu":
         if weights < WORTH_PLANNING:
             return None, ""
@@ -375,6 +388,7 @@ def plan_for(config: Config, *, gpu_gib: int) -> MemoryPlan:
     """The plan for a GPU of so many GiB, or (0) for the `device` of the settings on this machine. Prompts are taken to
     be max_prompt_tokens long. Nothing is loaded. Raises ConfigError when it cannot work, LoadError for an unusable
     model or a device that is not here."""
+    check_quantized(config)
     if gpu_gib and config.model.device == "cpu":
         raise ConfigError(f"gpu_gib: {gpu_gib} does not go with device cpu; leave one of them out")
     place = torch.device("cuda") if gpu_gib else sources.resolve_device(config.model.device)

@@ -24,6 +24,7 @@ from rhotrain.model.head import head_of
 from rhotrain.model.load import enable_checkpointing, use_our_attention
 from rhotrain.model.loaded import LoadedModel, LoadError, quiet_transformers
 from rhotrain.model.lora import add_adapter
+from rhotrain.model.quantized import QuantizeBase, check_quantize, quantize_linears
 from rhotrain.train.footprint import Footprint, PeakMemory, Shape
 
 META = torch.device("meta")
@@ -38,9 +39,11 @@ def sketch_model(
     hf_config: Any = None,
     gradient_checkpointing: bool = False,
     lora: LoraSpec | None = None,
+    quantize_base: QuantizeBase = "none",
 ) -> LoadedModel:
     """The model that `spec` names, on the meta device: its configuration is read (unless given), its weights are not,
     and no tokenizer is needed. Raises LoadError for a model that cannot be used."""
+    check_quantize(spec, quantize_base, dtype)
     with quiet_transformers():
         if hf_config is None:
             source, options = sources.resolve_spec(spec)
@@ -49,8 +52,11 @@ def sketch_model(
         hf_config.get_text_config().pad_token_id = None  # gpt2 looks for it among the ids, and there are none
         with META:
             model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
-            adapter = None if lora is None else add_adapter(model, lora, spec=spec, base=spec)
         model.tie_weights()
+        if quantize_base != "none":
+            quantize_linears(model, META, spec=spec)
+        with META:
+            adapter = None if lora is None else add_adapter(model, lora, spec=spec, base=spec)
         zero_dropout(model)
         use_our_attention(model)
         model.train()

@@ -13,6 +13,7 @@ from rhotrain.model.offload import ParkedModel
 from rhotrain.rollout.engine import Engine
 from rhotrain.rollout.sizing import affordable_pages, page_bytes, plan_pages
 from rhotrain.rollout.threads import check_threads, decode_threads
+from rhotrain.train.checks import check_quantized
 from rhotrain.train.config import Config, ConfigError
 from rhotrain.train.data import EncodedPrompt, PromptData, PromptStream
 from rhotrain.train.footprint import resolve
@@ -50,6 +51,7 @@ def build(config: Config, *, checkpoint_model: Path | None = None, choices: Choi
 
     Raises ConfigError (settings), LoadError (model) and whatever the task says of its own parameters.
     """
+    check_quantized(config)
     chosen: Choices = dict(choices or {"threads": config.run.threads or available_cores()})
     for name, asked in (("threads", config.run.threads), ("decode_threads", config.rollout.decode_threads)):
         try:
@@ -128,6 +130,7 @@ def _model(config: Config, choices: Choices, checkpoint_model: Path | None) -> L
         fused_layers=choices.get("fused_layers", config.model.fused_layers),
         attention=config.model.attention,
         lora=lora_of(model.lora_rank, model.lora_alpha, model.lora_targets) if checkpoint_model is None else None,
+        quantize_base=model.quantize_base,
         need_chat_template=config.task.template == "chat",
     )
     choices.setdefault("fused_layers", loaded.fused_layers)
@@ -182,6 +185,7 @@ def _reference(config: Config, loaded: LoadedModel, learner: Learner, choices: C
         dtype=choices["dtype"],
         fused_layers=choices["fused_layers"],
         attention=config.model.attention,
+        quantize_base=config.model.quantize_base,
     )
     if reference.vocab_size != loaded.vocab_size:
         raise ConfigError(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rhotrain.model.load import save_model
+from rhotrain.model.quantized import num_weights
 from rhotrain.rollout.completion import Completion, SamplingParams
 from rhotrain.train.advantages import Advantages, advantages_of
 from rhotrain.train.batching import TokenTable, make_table
@@ -379,7 +380,7 @@ class Trainer:
         config, learner, say = self.config, self.parts.learner, self.console.say
         loaded = self.parts.loaded
         say(f"run folder: {self.folder.path}" + (f", resumed after step {self.step_index}" if self.step_index else ""))
-        size = sum(p.numel() for p in loaded.model.parameters())
+        size = sum(map(num_weights, loaded.model.parameters()))
         say(f"model {config.model.model}: {size / 1e6:.1f} M parameters, {loaded.dtype}, {loaded.device}")
         for note in self.parts.notes:
             say(f"note: {note}")

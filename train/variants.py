@@ -57,8 +57,8 @@ def using_weights(loaded: LoadedModel, weights: Weights, *, keep_dtype: bool = F
 
 
 def rounded_weights(loaded: LoadedModel) -> dict[str, Tensor]:
-    """The model's parameters as bfloat16."""
-    return {name: p.detach().bfloat16() for name, p in loaded.model.named_parameters()}
+    """The model's parameters as bfloat16; those in 4 bits are left out."""
+    return {name: p.detach().bfloat16() for name, p in loaded.model.named_parameters() if p.is_floating_point()}
 
 
 @torch.no_grad()

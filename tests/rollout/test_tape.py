@@ -9,6 +9,7 @@ import torch
 from helpers_model import tiny_model
 from helpers_rollout import Groups, double_model, make_prompts, one_thread  # noqa: F401
 
+from rhotrain.model.adapter import LoraSpec
 from rhotrain.model.load import LoadedModel
 from rhotrain.model.packed import packed_weights
 from rhotrain.rollout.completion import SamplingParams
@@ -44,6 +45,16 @@ def test_a_tape_gives_the_same_bits(family: str, packed: bool) -> None:
     assert bits(recorded) == bits(engine_of(loaded, tapes=False).generate(prompts, LONG, n=2))
     assert bits(engine.generate(prompts, LONG, n=2)) == bits(recorded), "from the first step on"
     assert tapes_of(engine).recorded == 1
+
+
+def test_a_base_in_4_bits_is_recorded() -> None:
+    pytest.importorskip("bitsandbytes")
+    options: dict[str, Any] = {"lora": LoraSpec(rank=4), "quantized": True}
+    loaded = tiny_model("llama", hidden_size=64, intermediate_size=128, **options)
+    engine, prompts = engine_of(loaded), make_prompts(3, 9, 5)
+    recorded = engine.generate(prompts, LONG, n=2)
+    assert tapes_of(engine).recorded == 1
+    assert bits(recorded) == bits(engine_of(loaded, tapes=False).generate(prompts, LONG, n=2))
 
 
 def test_rows_that_end_take_the_tape_of_the_rows_left() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_model import tiny_model
+from helpers_model import save_tiny, tiny_model
 from helpers_naive import model_pair, naive_step
 from helpers_train import Recorder, fake_rollout, make_learner, one_thread
 from safetensors.torch import load_file
@@ -16,11 +16,15 @@ from transformers.pytorch_utils import Conv1D
 
 from rhotrain.model.adapter import ADAPTER_WEIGHTS, LoraSpec, merged_weight
 from rhotrain.model.load import load_model
-from rhotrain.train.config import AlgoConfig, Config
+from rhotrain.model.quantized import is_quantized
+from rhotrain.train.cli import main
+from rhotrain.train.config import AlgoConfig, Config, ConfigError
+from rhotrain.train.foreign import earlier_weights
 from rhotrain.train.inner_loop import run_updates
 from rhotrain.train.presets import preset
 from rhotrain.train.settings import build, merge
 from rhotrain.train.trainer import Trainer
+from rhotrain.train.variants import using_weights
 
 pytest.importorskip("peft")
 
@@ -88,6 +92,16 @@ def run(settings: Config, steps: int) -> tuple[Trainer, list[dict[str, Any]]]:
     return trainer, done
 
 
+def quantized(folder: Path) -> dict[str, Any]:
+    """Settings of a run over a random base of which every linear layer is in 4 bits. Rewarded are short completions."""
+    pytest.importorskip("bitsandbytes")
+    base = folder / "base"
+    if not base.exists():
+        save_tiny(base, "llama", hidden_size=64, intermediate_size=128, initializer_range=0.1)
+    rewarded = {"rewards": ("length",), "reward_args": {"length": {"max_tokens": 3, "soft": 8}}, "max_new_tokens": 12}
+    return {"model": str(base), "quantize_base": "nf4", "max_prompt_tokens": 32, **rewarded}
+
+
 def test_a_run_trains_the_adapter_alone_with_a_ratio_of_one(tmp_path: Path) -> None:
     settings = config(tmp_path / "run")
     base = {name: p.clone() for name, p in load_model("tiny-sums").model.named_parameters()}
@@ -108,10 +122,12 @@ def test_a_run_trains_the_adapter_alone_with_a_ratio_of_one(tmp_path: Path) -> N
     assert sum(t.numel() for t in stored.values()) == sum(p.numel() for p in loaded.parameters())
 
 
-def test_a_resumed_run_is_the_whole_run_bit_for_bit(tmp_path: Path) -> None:
-    _, whole = run(config(tmp_path / "whole"), 4)
-    run(config(tmp_path / "part"), 2)
-    resumed = Trainer(config(tmp_path / "part", resume=True))
+@pytest.mark.parametrize("quantize_base", ["none", "nf4"])
+def test_a_resumed_run_is_the_whole_run_bit_for_bit(tmp_path: Path, quantize_base: str) -> None:
+    values = {} if quantize_base == "none" else quantized(tmp_path)
+    _, whole = run(config(tmp_path / "whole", **values), 4)
+    run(config(tmp_path / "part", **values), 2)
+    resumed = Trainer(config(tmp_path / "part", resume=True, **values))
     rest = [dict(resumed.step()) for _ in range(2)]
     resumed.save()
     resumed.parts.rewards.close()
@@ -148,3 +164,50 @@ def test_merged_and_applied_adapters_sample_the_same_distribution() -> None:
             model.set_attn_implementation("eager")  # type: ignore[operator]
         a, b = (m(ids).logits.log_softmax(-1) for m in (loaded.model, merged))
     torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
+# ---- over a base in 4 bits ------------------------------------------------------------------------------------------
+
+
+def test_a_run_over_4_bit_weights_has_a_ratio_of_one_and_their_model_as_reference(tmp_path: Path) -> None:
+    settings = config(tmp_path / "run", **quantized(tmp_path))
+    trainer, steps = run(settings, 3)
+    loaded, reference = trainer.parts.loaded, trainer.parts.reference
+    assert reference is not None and reference.model is loaded.model
+    for step in steps:
+        assert step["sampling/sampling_logp_difference/max"] < 1e-4
+        assert step["over_numerics_budget"] == []
+    assert steps[0]["kl"] == pytest.approx(0.0, abs=1e-9), "the policy starts as its reference"
+    assert steps[-1]["kl"] > 1e-6, "and leaves it"
+    fresh = dict(load_model(settings.model.model, quantize_base="nf4").model.named_parameters())
+    frozen = {n.replace(".base_layer", ""): p for n, p in loaded.model.named_parameters() if ".lora_" not in n}
+    assert frozen.keys() == fresh.keys() and sum(p.dtype is torch.uint8 for p in frozen.values()) == 14
+    assert all(torch.equal(p, fresh[n]) for n, p in frozen.items())
+    assert trainer.parts.learner.optimizer.masters == loaded.parameters()
+
+    folder = tmp_path / "run" / "checkpoints" / "step-000003" / "model"
+    more = config(tmp_path / "more", **{**quantized(tmp_path), "model": str(folder), "lora_rank": 0, "steps": 1})
+    opened, steps = run(more, 1)
+    assert is_quantized(opened.parts.loaded.model) and steps[0]["kl"] > 1e-7, "trained on, against the base"
+    earlier = earlier_weights([str(folder.parent)], opened.parts.loaded)[str(folder.parent)]
+    with using_weights(opened.parts.loaded, earlier):
+        pass
+
+
+def test_the_audit_is_clean_over_4_bit_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = quantized(tmp_path)
+    flags = ["--model", values["model"], "--quantize-base", "nf4", "--lora-rank", "4", "--max-new-tokens", "12"]
+    sizes = ["--threads", "1", "--group-size", "4", "--train-size", "60", "--updates", "1", "--eval-size", "0"]
+    assert main(["audit", *flags, *sizes]) == 0
+    assert "verdict: clean" in capsys.readouterr().out
+
+
+def test_4_bit_weights_without_an_adapter_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "quantize_base: 'nf4' does not work; 4-bit weights are not trained; set lora_rank"
+    with pytest.raises(ConfigError, match=words):
+        Trainer(config(tmp_path / "run", quantize_base="nf4", lora_rank=0))
+    with pytest.raises(SystemExit):
+        main(["train", "--quantize-base", "nf4", "--dry-run"])
+    assert words in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="quantize_base: 'nf4' does not work; it computes in float32 or bfloat16"):
+        config(tmp_path / "run", quantize_base="nf4", dtype="float64")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,25 @@ def test_half_precision_takes_eighteen_bytes_a_parameter(tmp_path: Path) -> None
     assert size(adapted, "weights") == 2 * count + 4 * trained
 
 
+def test_a_base_in_4_bits_takes_an_eighth_and_more_of_float32(tmp_path: Path) -> None:
+    """By QLoRA's count, 4.127 bits a weight of a linear layer; the rest stays in bf16, the adapter is float32."""
+    pytest.importorskip("bitsandbytes")
+    model, count = folder(tmp_path / "q", QWEN3_SMALL), 218_507_264
+    linear = 4 * 1024 * (2048 + 2 * 1024 + 2048 + 3 * 3072)
+    adapter = 4 * 8 * 4 * sum((1024 + 2048, 2 * (1024 + 1024), 2048 + 1024, 3 * (1024 + 3072)))
+    values = {"lora_rank": 8, "quantize_base": "nf4", "beta": 0.1, "ref_model": model}
+    made = plan(settings(model, **values), 80)
+    expected = linear * 4.127 / 8 + 2 * (count - linear) + adapter
+    assert size(made, "weights") == pytest.approx(expected, rel=0.005)
+    assert size(made, "reference") == size(made, "weights") - adapter
+    assert size(made, "dequantized weight") == 2 * 1024 * 3072
+    assert f"{(count + adapter // 4) / 1e6:,.0f} M parameters" in made.table()
+    whole = plan(settings(model, **{**values, "quantize_base": "none"}), 80)
+    assert size(whole, "weights") == 2 * count + adapter and size(whole, "dequantized weight") == 0
+    assert size(made, "activations") >= size(whole, "activations")
+    assert size(made, "moments") == size(whole, "moments") and size(made, "masters") == 0
+
+
 def test_offloaded_activations_leave_a_layers_work(tmp_path: Path) -> None:
     model = folder(tmp_path / "q", QWEN3_SMALL)
     kept = plan(settings(model, gradient_checkpointing=True), 80)
@@ -184,7 +204,7 @@ def test_the_pool_takes_a_quarter_of_what_weights_masters_and_reference_leave(tm
     """Which is what is free when the engine asks; moments and gradients come later."""
     config = settings(folder(tmp_path / "q", QWEN3_SMALL), prompts_per_step=64, beta=0.1)
     made, count = plan(config, 10), 218_507_264
-    page = page_bytes(sketches(config.model.model)[False, None][0], config.rollout.page_size)
+    page = page_bytes(sketches(config.model.model)[False, None, "none"][0], config.rollout.page_size)
     assert size(made, "KV pool") == (10 * GIB - (2 + 4 + 2) * count) // 4 // page * page
 
 
@@ -203,7 +223,11 @@ def test_a_budget_that_is_measured_is_planned_for_as_what_fits(tmp_path: Path) -
     assert on_cpu.budget == CPU_TOKENS
 
 
-@pytest.mark.parametrize("values", [{}, {"dtype": "bfloat16"}, {"dtype": "float16"}, {"lora_rank": 2}], ids=str)
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"dtype": "bfloat16"}, {"dtype": "float16"}, {"lora_rank": 2}, {"lora_rank": 2, "quantize_base": "nf4"}],
+    ids=str,
+)
 def test_parts_are_those_of_the_run(values: dict[str, Any], tmp_path: Path) -> None:
     """KV pool, weights, masters, gradients and moments of a tiny run on this CPU, after a step."""
     config = build(merge([preset("tiny-sums").layer, {"threads": 1, "steps": 1, "out": str(tmp_path / "r"), **values}]))
@@ -219,7 +243,10 @@ def test_parts_are_those_of_the_run(values: dict[str, Any], tmp_path: Path) -> N
     )
     engine, optimizer = parts.engine, parts.learner.optimizer
     assert size(made, "KV pool") == engine.pool.num_pages * page_bytes(parts.loaded, engine.pool.page_size)
-    assert size(made, "weights") == sum(p.nbytes for p in parts.loaded.model.parameters())
+    scales = [s for m in parts.loaded.model.modules() if (s := vars(m).get("quant_state")) is not None]
+    tables = sum(t.nbytes for s in scales for t in (s.absmax, s.code, s.offset, s.state2.absmax, s.state2.code))
+    assert size(made, "weights") == sum(p.nbytes for p in parts.loaded.model.parameters()) + tables
+    assert bool(tables) == ("quantize_base" in values)
     owned = [m for p, m in zip(optimizer.parameters, optimizer.masters) if m is not p]
     assert size(made, "masters") == sum(m.nbytes for m in owned)
     for master in optimizer.masters:
@@ -228,7 +255,7 @@ def test_parts_are_those_of_the_run(values: dict[str, Any], tmp_path: Path) -> N
     optimizer.step(0.0)
     moments = [t for s in optimizer.adamw.state.values() for n, t in s.items() if n != "step"]
     assert size(made, "moments") == sum(t.nbytes for t in moments)
-    packed = PackedWeights(parts.loaded, min_elements=1)
+    packed = PackedWeights(parts.loaded, min_elements=1024)  # no adapter by itself, which oneDNN pads
     if packed.why_not is None:
         packed.refresh()
         assert size(made, "packed weights") == pytest.approx(packed.packed_bytes, rel=0.15)
@@ -251,8 +278,30 @@ def test_a_plan_that_cannot_fit_names_what_would(tmp_path: Path) -> None:
     assert "792.7 M trained" in text
     lora = settings(config.model.model, lora_rank=16)
     check_possible(plan(lora, 10), lora, lambda other: plan(other, 10))
+    assert "quantize_base" not in text, "what keeps the weights whole is enough"
     with pytest.raises(ConfigError, match="no single setting makes it fit; take a smaller model"):
         check_possible(plan(config, 1), config, lambda other: plan(other, 1))
+
+
+def test_4_bits_are_proposed_where_nothing_that_keeps_the_weights_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four layers of Qwen3-4B: 1.5 GiB of weights in bf16, 0.9 with the linears in 4 bits."""
+    pytest.importorskip("bitsandbytes")
+    config = settings(folder(tmp_path / "q4", QWEN3_LARGE), lora_rank=16, kv_memory_gib=0.1, max_running=1)
+
+    def advice(gib: float) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check_possible(plan(config, gib), config, lambda other: plan(other, gib))
+        return str(caught.value).splitlines()[0]
+
+    assert advice(2.0).endswith("makes it fit: quantize_base nf4 and gradient_checkpointing (saves 1.5 GiB)")
+    assert "gradient_checkpointing (saves 0.9 GiB)" in advice(2.5) and "quantize_base" not in advice(2.5)
+    monkeypatch.setattr("rhotrain.model.quantized.find_spec", lambda name: None)
+    known = sketches(config.model.model)
+    for key in [key for key in known if key[2] == "nf4"]:
+        del known[key]
+    assert "no single setting makes it fit" in advice(2.0), "without bitsandbytes it is no help"
 
 
 def test_the_smaller_pool_comes_first(tmp_path: Path) -> None:
@@ -291,6 +340,12 @@ def test_doctor_plans_without_weights_or_tokenizer(tmp_path: Path, capsys: pytes
     assert "219 M parameters" in table and "of 80.00 GiB" in table
     assert main([*words, "--gpu-gib", "80", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"] is True
+    with pytest.raises(SystemExit):
+        main([*words, "--gpu-gib", "80", "--quantize-base", "nf4"])
+    assert "quantize_base: 'nf4' does not work; 4-bit weights are not trained" in capsys.readouterr().err
+    if find_spec("bitsandbytes") is not None:
+        assert main([*words, "--gpu-gib", "80", "--quantize-base", "nf4", "--lora-rank", "8"]) == 0
+        assert "dequantized weight" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stopped:
         main([*words, "--gpu-gib", "2"])
     assert stopped.value.code == 2 and "does not fit" in capsys.readouterr().err
