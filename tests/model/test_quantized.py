@@ -119,7 +119,7 @@ def test_half_precision_computes_in_half_precision() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 def test_gradients_of_the_adapter_are_those_of_the_dense_model(checkpointing: bool) -> None:
     for family in ("llama", "gemma2"):
-        options = {"gradient_checkpointing": checkpointing}
+        options: dict[str, Any] = {"gradient_checkpointing": checkpointing}
         loaded = tiny_model(family, lora=RANK4, quantized=True, probe=True, **WIDE, **options)
         plain = dense(family, loaded, **options)
         for model in (loaded, plain):
@@ -232,7 +232,7 @@ def test_every_weight_is_freed_before_the_next_is_quantized(monkeypatch: pytest.
 
 def test_a_weight_takes_four_bits_and_an_eighth_and_the_plan_knows() -> None:
     """Section 3 of the paper: 4 bits and 0.127 of scales. The tables of a layer are 1088 bytes."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 1, "initializer_range": 0.02}
+    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 1}
     loaded = tiny_model("llama", lora=RANK4, quantized=True, **sizes)
     rest = sum(p.nbytes for p in loaded.model.parameters() if p.is_floating_point())
     count = sum(num_weights(p) for p in loaded.model.parameters() if not p.is_floating_point())
