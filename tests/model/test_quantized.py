@@ -189,6 +189,7 @@ def test_an_adapter_is_saved_and_opened_bit_for_bit(tmp_path: Path) -> None:
 def test_packed_weights_leave_4_bit_layers_alone() -> None:
     loaded = tiny_model("llama", lora=RANK4, quantized=True, **WIDE)
     assert loaded.adapter is not None and not any(map(merges, loaded.adapter.layers))
+    assert {type(layer).__module__ for layer in loaded.adapter.layers} == {"peft.tuners.lora.bnb"}
     packed, applied = PackedWeights(loaded, min_elements=1), logits(loaded)
     if packed.why_not is not None:
         pytest.skip(packed.why_not)
