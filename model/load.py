@@ -54,7 +54,8 @@ def load_model(
     attention: force an attention backend; `auto` takes the best that is here.
     lora: put a new adapter into the model, to be trained instead of the weights.
     quantize_base: `nf4` holds the body's linear layers in 4 bits (quantized.py), one after the other,
-        so that the device never holds them all in `dtype`. Nothing but an adapter can then be trained.
+        so that the device never holds them all in `dtype`; the CPU does, when the files have been read. Nothing but an
+        adapter can then be trained.
     Raises LoadError; its message names the model and the reason or the fix.
     """
     check_dropout(spec, dropout)
@@ -67,6 +68,11 @@ def load_model(
     check_quantize(spec, quantize_base, kind)
     folder = Path(spec).expanduser()
     opened = folder if is_adapter_folder(folder) else None
+    if quantize_base != "none" and gradient_checkpointing and opened is None and lora is None:
+        raise LoadError(
+            f"{spec}: gradient_checkpointing: nothing is trained in a model of 4-bit weights (quantize_base) without "
+            "an adapter; leave it out, or take a LoraSpec"
+        )
     if opened is not None and lora is not None:
         raise LoadError(f"{spec}: is an adapter with a rank of its own; leave lora_rank at 0 to go on with it")
     with quiet_transformers():

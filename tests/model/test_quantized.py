@@ -12,10 +12,13 @@ from helpers_model import save_tiny, tiny_config, tiny_hf_model, tiny_model
 from helpers_train import one_thread
 from torch import Tensor, nn
 
+from rhotrain.model import sources
 from rhotrain.model.adapter import LoraSpec, merges
 from rhotrain.model.attention import PackedContext
 from rhotrain.model.fused import fuse_layers
+from rhotrain.model.gguf_files import rebuild
 from rhotrain.model.load import LoadedModel, LoadError, load_model, save_model
+from rhotrain.model.offload import ParkedModel
 from rhotrain.model.packed import PackedWeights
 from rhotrain.model.quantized import (
     is_quantized,
@@ -119,7 +122,7 @@ def test_half_precision_computes_in_half_precision() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 def test_gradients_of_the_adapter_are_those_of_the_dense_model(checkpointing: bool) -> None:
     for family in ("llama", "gemma2"):
-        options = {"gradient_checkpointing": checkpointing}
+        options: dict[str, Any] = {"gradient_checkpointing": checkpointing}
         loaded = tiny_model(family, lora=RANK4, quantized=True, probe=True, **WIDE, **options)
         plain = dense(family, loaded, **options)
         for model in (loaded, plain):
@@ -186,6 +189,7 @@ def test_an_adapter_is_saved_and_opened_bit_for_bit(tmp_path: Path) -> None:
 def test_packed_weights_leave_4_bit_layers_alone() -> None:
     loaded = tiny_model("llama", lora=RANK4, quantized=True, **WIDE)
     assert loaded.adapter is not None and not any(map(merges, loaded.adapter.layers))
+    assert {type(layer).__module__ for layer in loaded.adapter.layers} == {"peft.tuners.lora.bnb"}
     packed, applied = PackedWeights(loaded, min_elements=1), logits(loaded)
     if packed.why_not is not None:
         pytest.skip(packed.why_not)
@@ -206,9 +210,36 @@ def test_weights_that_are_tried_in_their_place_leave_4_bit_ones_out() -> None:
     loaded = tiny_model("llama", lora=RANK4, quantized=True, **WIDE)
     before, rounded = logits(loaded), rounded_weights(loaded)
     assert {value.dtype for value in rounded.values()} == {torch.bfloat16} and "lora_A" in " ".join(rounded)
+    with using_weights(loaded, rounded, keep_dtype=True):
+        assert hidden(loaded).dtype == torch.bfloat16
     with using_weights(loaded, rounded):
         assert 0 < float((logits(loaded) - before).abs().max()) < 1.0
     assert torch.equal(logits(loaded), before)
+
+
+def test_a_resting_model_wakes_as_it_was() -> None:
+    loaded = tiny_model("llama", quantized=True, **WIDE)
+    before = logits(loaded)
+    parked = ParkedModel(loaded.model, CPU)
+    with parked.awake():
+        assert torch.equal(logits(loaded), before)
+    assert parked.nbytes == sum(p.nbytes for p in loaded.model.parameters()) + sum(
+        b.nbytes for b in loaded.model.buffers()
+    )
+
+
+def test_a_gguf_file_is_quantized_like_any_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors are dequantised by transformers into a plain model, which `read_weights` hands on."""
+    base = save_tiny(tmp_path / "base", "llama", **WIDE)
+    read = sources.read_weights
+
+    def rebuilt(spec: str, source: str, dtype: torch.dtype, options: dict[str, str]) -> Any:
+        model, notes = read(spec, source, dtype, options)
+        return rebuild(model, dtype), notes
+
+    expected = logits(load_model(str(base), quantize_base="nf4"))
+    monkeypatch.setattr(sources, "read_weights", rebuilt)
+    assert torch.equal(logits(load_model(str(base), quantize_base="nf4")), expected)
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -232,7 +263,7 @@ def test_every_weight_is_freed_before_the_next_is_quantized(monkeypatch: pytest.
 
 def test_a_weight_takes_four_bits_and_an_eighth_and_the_plan_knows() -> None:
     """Section 3 of the paper: 4 bits and 0.127 of scales. The tables of a layer are 1088 bytes."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 1, "initializer_range": 0.02}
+    sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 1}
     loaded = tiny_model("llama", lora=RANK4, quantized=True, **sizes)
     rest = sum(p.nbytes for p in loaded.model.parameters() if p.is_floating_point())
     count = sum(num_weights(p) for p in loaded.model.parameters() if not p.is_floating_point())
@@ -277,6 +308,8 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     base = str(save_tiny(tmp_path / "base", "llama", **WIDE))
     with pytest.raises(LoadError, match="quantize_base: nf4 does not go with dtype float64"):
         load_model(base, dtype="float64", quantize_base="nf4")
+    with pytest.raises(LoadError, match="gradient_checkpointing: nothing is trained in a model of 4-bit weights"):
+        load_model(base, gradient_checkpointing=True, quantize_base="nf4")
     wrong: Any = "nf8"
     with pytest.raises(LoadError, match="quantize_base: 'nf8' is not one of none, nf4"):
         load_model(base, quantize_base=wrong)

@@ -189,6 +189,10 @@ def test_a_run_over_4_bit_weights_has_a_ratio_of_one_and_their_model_as_referenc
     more = config(tmp_path / "more", **{**quantized(tmp_path), "model": str(folder), "lora_rank": 0, "steps": 1})
     opened, steps = run(more, 1)
     assert is_quantized(opened.parts.loaded.model) and steps[0]["kl"] > 1e-7, "trained on, against the base"
+    apart = config(tmp_path / "apart", **{**quantized(tmp_path), "ref_model": settings.model.model, "steps": 1})
+    other, steps = run(apart, 1)
+    assert other.parts.reference is not None and is_quantized(other.parts.reference.model)
+    assert steps[0]["kl"] == pytest.approx(0.0, abs=1e-9), "a ref_model is quantised as well"
     earlier = earlier_weights([str(folder.parent)], opened.parts.loaded)[str(folder.parent)]
     with using_weights(opened.parts.loaded, earlier):
         pass
@@ -200,6 +204,7 @@ def test_the_audit_is_clean_over_4_bit_weights(tmp_path: Path, capsys: pytest.Ca
     sizes = ["--threads", "1", "--group-size", "4", "--train-size", "60", "--updates", "1", "--eval-size", "0"]
     assert main(["audit", *flags, *sizes]) == 0
     assert "verdict: clean" in capsys.readouterr().out
+    assert main(["sample", "1+1=", "--quantize-base", "nf4", *flags[:2], "--max-new-tokens", "3"]) == 0
 
 
 def test_4_bit_weights_without_an_adapter_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
