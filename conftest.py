@@ -21,10 +21,6 @@ if not expects_gpu():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # A test never waits for a hub. A test that fetches says so itself (and is marked slow).
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# The last bits of a result depend on the number of threads: the same here on every machine. One, for tests run side by
-# side (make test), and tensors this small gain nothing from more.
-for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(variable, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
