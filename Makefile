@@ -91,9 +91,9 @@ codegen: $(READY) ## compile every kernel variant for sm_80, sm_90 and sm_100, w
 bench: $(BENCH_READY) ## the benchmarks, against the peers
 	$(VENV)/bin/python $(PYTEST) $(if $(findstring benchmarks/,$(ARGS)),,benchmarks) --benchmark-only --timeout 3600 $(ARGS)
 
-bench-gpu: $(BENCH_READY) ## kernels and rollout on an NVIDIA GPU, against the peers; writes benchmarks/results/*-<gpu>.json
+bench-gpu: $(BENCH_READY) ## kernels, rollout and steps on an NVIDIA GPU, against the peers; writes benchmarks/results/*-<gpu>.json
 	RHOTRAIN_TEST_GPU=1 $(VENV)/bin/python $(PYTEST) benchmarks/test_kernels.py benchmarks/test_paged.py \
-	  benchmarks/test_rollout.py --benchmark-only --benchmark-quiet --bench-json auto --timeout 3600 $(ARGS)
+	  benchmarks/test_rollout.py benchmarks/test_step.py --benchmark-only --benchmark-quiet --bench-json auto --timeout 3600 $(ARGS)
 
 $(BENCH_READY): $(READY)
 	$(VENV)/bin/python $(INSTALL) constraints.txt -e '.[bench]'

@@ -1,4 +1,4 @@
-"""Settings of the tests alone; those that benchmarks share are in the root's conftest.py. Read before torch is imported."""
+"""Settings of the tests alone; benchmarks share those of the root's conftest.py. Read before torch is imported."""
 
 import os
 

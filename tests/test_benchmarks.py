@@ -308,7 +308,8 @@ def test_make_runs_one_file_or_all_and_names_the_json() -> None:
     one = commands("bench", "ARGS=benchmarks/test_kernels.py -q")
     assert "pytest benchmarks " not in one and one.rstrip().endswith("benchmarks/test_kernels.py -q")
     gpu = commands("bench-gpu")
-    assert "RHOTRAIN_TEST_GPU=1" in gpu and "benchmarks/test_kernels.py" in gpu and "--bench-json auto" in gpu
+    assert "RHOTRAIN_TEST_GPU=1" in gpu and "--bench-json auto" in gpu
+    assert all(f"benchmarks/test_{name}.py" in gpu for name in ("kernels", "paged", "rollout", "step"))
 
 
 def test_committed_results_are_whole() -> None:
